@@ -1,0 +1,117 @@
+"""The policy of a pool as values. `hybridsched.policyfile` reads and checks the TOML form."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from hybridsched.core.values import Value
+
+
+class PolicyKind(StrEnum):
+    """Which decision function a policy uses."""
+
+    IDLE_WINDOW = "idle-window"
+    UNPROTECTED = "unprotected"
+    ONLINE_ONLY = "online-only"
+
+
+class Rung(StrEnum):
+    """The rungs of the pause ladder that exist so far, cheapest first."""
+
+    BOUNDARY = "boundary"
+    ITERATION = "iteration"
+
+
+class Autonomy(StrEnum):
+    SUGGEST = "suggest"
+    APPROVE = "approve"
+    AUTO = "auto"
+
+
+class CyclePolicy(Value, frozen=True, kw_only=True):
+    interval_ms: float = 250.0
+    """Longest time between two cycles; events bring one forward."""
+    lease_ms: float = 1000.0
+    """Life of a published gate without renewal."""
+
+
+class IdlePolicy(Value, frozen=True, kw_only=True):
+    window_ms: float = 150.0
+    """Span over which every online signal must show idle before a gate opens."""
+    max_telemetry_age_ms: float = 1500.0
+    """A replica's record older than this is stale."""
+    max_metric_age_ms: float = 2000.0
+    """Engine metrics older than this are stale."""
+    frozen_after_ms: float = 3000.0
+    """Counters that stand still this long while requests are held count as frozen."""
+
+
+class PausePolicy(Value, frozen=True, kw_only=True):
+    ladder: tuple[Rung, ...] = (Rung.BOUNDARY, Rung.ITERATION)
+    grace_ms: float = 0.0
+    """After a close, work in flight may end within this; then the iteration rung ends it."""
+
+
+class OfflinePolicy(Value, frozen=True, kw_only=True):
+    max_inflight: int = 64
+    """Offline sequences on one lane."""
+    slots_for_online: int = 32
+    """Sequence slots of the engine that offline never fills."""
+    kv_share: float = 0.85
+    """Share of the engine's KV cache that offline may plan to fill."""
+    slice_tokens: int = 512
+    """Offline prompt tokens per engine iteration; 0 sends prompts whole."""
+    chunk_target_ms: float = 5000.0
+    """A chunk is sized so that its boundary comes about this long after it starts."""
+    chunk_min_lines: int = 1
+    chunk_max_lines: int = 256
+    chunks_ahead: int = 4
+    """Chunks of a batch that stand in the queue ahead of the workers, per lane at the pool."""
+
+
+class OnlinePolicy(Value, frozen=True, kw_only=True):
+    max_inflight: int = 64
+    """Online requests one replica may hold at once."""
+    default_timeout_ms: float = 60_000.0
+
+
+class SloPolicy(Value, frozen=True, kw_only=True):
+    ttft_ms: float = 1000.0
+    tpot_ms: float = 50.0
+
+
+class PoolPolicy(Value, frozen=True, kw_only=True):
+    """A whole policy. Durations are milliseconds of the pool's clock."""
+
+    name: str
+    kind: PolicyKind
+    version: int = 0
+    """Given by the store when the policy is published; 0 before that."""
+    cycle: CyclePolicy = CyclePolicy()
+    idle: IdlePolicy = IdlePolicy()
+    pause: PausePolicy = PausePolicy()
+    offline: OfflinePolicy = OfflinePolicy()
+    online: OnlinePolicy = OnlinePolicy()
+    slo: SloPolicy = SloPolicy()
+    floor_gpus: int = 0
+    autonomy: Autonomy = Autonomy.AUTO
+
+    def at_speed(self, speed: float) -> PoolPolicy:
+        """The same policy for engines whose clock runs `speed` times faster than the wall clock.
+
+        Spans that are compared with the load shrink with it. Leases, cycle and metric ages belong to the
+        control plane, which is not faster, and stay.
+        """
+        return msgspec.structs.replace(
+            self,
+            idle=msgspec.structs.replace(self.idle, window_ms=self.idle.window_ms / speed),
+            pause=msgspec.structs.replace(self.pause, grace_ms=self.pause.grace_ms / speed),
+            offline=msgspec.structs.replace(
+                self.offline, chunk_target_ms=self.offline.chunk_target_ms / speed
+            ),
+            online=msgspec.structs.replace(
+                self.online, default_timeout_ms=self.online.default_timeout_ms / speed
+            ),
+        )

@@ -1,0 +1,57 @@
+"""The closed set of reason codes. Every decision carries exactly one."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a gate is open or closed. Values are stable: they stand in logs, in Redis and in reports."""
+
+    # open
+    IDLE = "idle"
+    """Every online signal has shown idle over the whole window."""
+    UNPROTECTED = "unprotected"
+    """The policy forces the gate open. Only a baseline does this."""
+
+    # closed: measured
+    ONLINE_ACTIVE = "online_active"
+    """Online requests run or wait on the replica."""
+    ONLINE_ARRIVED = "online_arrived"
+    """The replica's own worker closed the gate when it took an online request (fast path)."""
+    ONLINE_QUEUED = "online_queued"
+    """Online requests of the model wait in the queue."""
+    IDLE_WINDOW = "idle_window"
+    """Idle, but not yet for the whole window."""
+    FOREIGN_LOAD = "foreign_load"
+    """The engine runs requests that neither online nor our own offline work accounts for."""
+    FLOOR = "floor"
+    """Opening would leave online fewer GPUs than the floor."""
+
+    # closed: unknown
+    TELEMETRY_MISSING = "telemetry_missing"
+    """The replica has published nothing, or its record has expired."""
+    TELEMETRY_STALE = "telemetry_stale"
+    """The replica's record is older than its limit."""
+    METRIC_MISSING = "metric_missing"
+    """The engine does not report a metric that the policy needs."""
+    METRIC_STALE = "metric_stale"
+    """The engine's metrics could not be read within their age limit."""
+    METRIC_FROZEN = "metric_frozen"
+    """The engine holds requests but its counters do not move."""
+    ENGINE_UNHEALTHY = "engine_unhealthy"
+    """The engine does not answer its health check."""
+    QUEUE_UNKNOWN = "queue_unknown"
+    """The depth of the online queue could not be read."""
+
+    # closed: operators and lifecycle
+    HELD = "held"
+    """An operator holds the lane or the pool."""
+    AUTONOMY = "autonomy"
+    """The policy may only suggest, and nobody has approved."""
+    POLICY_CLOSED = "policy_closed"
+    """The policy never opens a gate (online alone)."""
+    NO_WORK = "no_work"
+    """No offline worker stands at the lane, or it has nothing to run."""
+    LEASE_EXPIRED = "lease_expired"
+    """Nobody renewed the gate: the policy worker is dead or cut off."""

@@ -1,0 +1,154 @@
+"""The values that decisions are made of: signals, views, the snapshot, gates and budgets.
+
+All are immutable and round-trip through JSON (`msgspec.json`), so a decision log replays.
+Times are milliseconds on one clock that the caller chooses; ages are milliseconds before `now_ms`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from hybridsched.core.reasons import Reason
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every immutable value."""
+
+
+class Signal(Value, frozen=True, kw_only=True):
+    """One measured number with its age. `value` None means unknown, which is never the same as 0."""
+
+    value: float | None
+    age_ms: float | None = None
+
+    def known(self, max_age_ms: float) -> bool:
+        """Whether the number was measured, and within `max_age_ms`. A negative age is not trusted."""
+        return self.value is not None and self.age_ms is not None and 0.0 <= self.age_ms <= max_age_ms
+
+
+UNKNOWN = Signal(value=None, age_ms=None)
+
+
+class GateState(StrEnum):
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Budget(Value, frozen=True, kw_only=True):
+    """What an open gate permits on one lane."""
+
+    max_inflight: int
+    """Offline requests in flight at once (sequences)."""
+    chunk_tokens: int
+    """Tokens (prompt + output) that one chunk should hold, so that its boundary comes in time."""
+    slice_tokens: int
+    """Offline prompt tokens that may enter one engine iteration; 0 means a prompt goes in whole."""
+
+
+NO_BUDGET = Budget(max_inflight=0, chunk_tokens=0, slice_tokens=0)
+
+
+class Gate(Value, frozen=True, kw_only=True):
+    """The permission of one lane, as published. It is a lease: it dies unless renewed."""
+
+    lane: str
+    state: GateState
+    reason: Reason
+    budget: Budget = NO_BUDGET
+    epoch: int = 0
+    """Raised by every fast-path close. An opening decided on an older epoch is refused."""
+    grace_ms: float = 0.0
+    """After a close: how long work in flight may still run before it is ended."""
+    policy_version: int = 0
+    by: str = ""
+    at_ms: float = 0.0
+    """Server time of the publication."""
+
+
+class ReplicaView(Value, frozen=True, kw_only=True):
+    """What is known of one replica: its worker's own counts and its engine's metrics."""
+
+    replica: str
+    model: str
+    online_inflight: Signal = UNKNOWN
+    """Online requests that the replica's worker holds (sent to the engine or about to be)."""
+    online_idle_ms: Signal = UNKNOWN
+    """How long the worker has held none; 0 while it holds any."""
+    engine_healthy: Signal = UNKNOWN
+    """1 healthy, 0 not."""
+    engine_running: Signal = UNKNOWN
+    """`vllm:num_requests_running`: online, offline and foreign together."""
+    engine_waiting: Signal = UNKNOWN
+    """`vllm:num_requests_waiting`, the same."""
+    kv_use: Signal = UNKNOWN
+    """`vllm:kv_cache_usage_perc`, 0..1."""
+    frozen_ms: Signal = UNKNOWN
+    """For how long the engine has held requests without any token counter moving; 0 when it moves or is empty."""
+    ttft_p99_ms: Signal = UNKNOWN
+    tpot_p99_ms: Signal = UNKNOWN
+    gpu_activity: Signal = UNKNOWN
+    """Share of the sample time in which a kernel ran, 0..1; unknown under MIG without GPM."""
+
+
+class LaneView(Value, frozen=True, kw_only=True):
+    """One lane: where offline work may run, and what it runs now."""
+
+    lane: str
+    replica: str
+    """The replica whose engine it shares."""
+    gate: Gate | None = None
+    """The gate as it stands in Redis; None when its lease has expired."""
+    epoch: int = 0
+    """The lane's current epoch (it outlives the gate)."""
+    offline_inflight: Signal = UNKNOWN
+    """Offline requests that the lane's worker has in the engine."""
+    work: Signal = UNKNOWN
+    """Lines that the lane's worker could run (queued or held back); unknown when no worker stands there."""
+
+
+class QueueView(Value, frozen=True, kw_only=True):
+    """Online requests of one model that no replica has claimed yet."""
+
+    model: str
+    depth: Signal = UNKNOWN
+    oldest_wait_ms: Signal = UNKNOWN
+
+
+class Hold(Value, frozen=True, kw_only=True):
+    """An operator's order to keep gates closed: of one lane, or of the pool (`lane` empty)."""
+
+    lane: str
+    by: str
+    why: str
+    until_ms: float | None = None
+    """Server time at which the hold ends by itself; None: until released."""
+
+
+class Snapshot(Value, frozen=True, kw_only=True):
+    """Everything one cycle of the policy worker decides on."""
+
+    pool: str
+    now_ms: float
+    """Server time."""
+    replicas: tuple[ReplicaView, ...] = ()
+    lanes: tuple[LaneView, ...] = ()
+    queues: tuple[QueueView, ...] = ()
+    holds: tuple[Hold, ...] = ()
+
+
+class GateDecision(Value, frozen=True, kw_only=True):
+    """What one cycle wants of one lane, why, and on which numbers."""
+
+    lane: str
+    state: GateState
+    reason: Reason
+    budget: Budget = NO_BUDGET
+    grace_ms: float = 0.0
+    epoch: int = 0
+    """The epoch the decision was made on; it is published only while that still holds."""
+    check_in_ms: float | None = None
+    """When a closed gate could open by the mere passing of time (the rest of its idle window)."""
+    numbers: dict[str, float | str | None] = {}
+    """The inputs that decided, by signal name; None where unknown."""
