@@ -14,7 +14,7 @@ class Reason(StrEnum):
     UNPROTECTED = "unprotected"
     """The policy forces the gate open. Only a baseline does this."""
 
-    # closed: measured
+    # closed, measured
     ONLINE_ACTIVE = "online_active"
     """Online requests run or wait on the replica."""
     ONLINE_ARRIVED = "online_arrived"
@@ -28,7 +28,7 @@ class Reason(StrEnum):
     FLOOR = "floor"
     """Opening would leave online fewer GPUs than the floor."""
 
-    # closed: unknown
+    # closed, unknown
     TELEMETRY_MISSING = "telemetry_missing"
     """The replica has published nothing, or its record has expired."""
     TELEMETRY_STALE = "telemetry_stale"
@@ -44,7 +44,7 @@ class Reason(StrEnum):
     QUEUE_UNKNOWN = "queue_unknown"
     """The depth of the online queue could not be read."""
 
-    # closed: operators and lifecycle
+    # closed, operators and lifecycle
     HELD = "held"
     """An operator holds the lane or the pool."""
     AUTONOMY = "autonomy"

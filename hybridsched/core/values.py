@@ -85,7 +85,7 @@ class ReplicaView(Value, frozen=True, kw_only=True):
     kv_use: Signal = UNKNOWN
     """`vllm:kv_cache_usage_perc`, 0..1."""
     frozen_ms: Signal = UNKNOWN
-    """For how long the engine has held requests without any token counter moving; 0 when it moves or is empty."""
+    """How long the engine has held requests with no token counter moving; 0 when one moves or it is empty."""
     ttft_p99_ms: Signal = UNKNOWN
     tpot_p99_ms: Signal = UNKNOWN
     gpu_activity: Signal = UNKNOWN

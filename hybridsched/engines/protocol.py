@@ -14,7 +14,7 @@ class EngineError(Exception):
     def __init__(self, message: str, *, code: str, retryable: bool, status: int | None = None) -> None:
         super().__init__(message)
         self.code = code
-        """Stable word: engine_unreachable, engine_died, engine_timeout, engine_busy, bad_request, not_found."""
+        """engine_unreachable, engine_died, engine_timeout, engine_busy, bad_request or not_found."""
         self.retryable = retryable
         self.status = status
         """HTTP status where the engine gave one."""
@@ -113,7 +113,7 @@ class Engine(Protocol):
         ...
 
     async def tokenize(self, path: str, body: dict[str, Any]) -> list[int]:
-        """The prompt's token ids, as the engine would see it for `path` with `body` (chat template applied)."""
+        """Token ids of the prompt as the engine sees it for `path` with `body` (chat template applied)."""
         ...
 
     async def pause(self) -> None:
