@@ -1,0 +1,191 @@
+"""The record of a run: what was measured, as values, and the readers of the logs that it comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from hybridsched.core.policy import SloPolicy
+from hybridsched.core.values import Value
+
+_Row = TypeVar("_Row")
+
+
+class RecordError(ValueError):
+    """A log of the run cannot be read. The message names the file and the line."""
+
+
+class OnlineRow(Value, frozen=True, kw_only=True):
+    """One online request as its client saw it. Times are wall seconds from the start of the trace."""
+
+    index: int
+    id: str
+    scheduled_s: float
+    """When the trace wanted it sent."""
+    sent_s: float
+    """When it was sent."""
+    first_s: float | None
+    """When its first token arrived."""
+    last_s: float | None
+    """When its last token arrived."""
+    end_s: float
+    """When its last answer, of whatever kind, arrived."""
+    prompt_tokens: int
+    max_tokens: int
+    tokens: int
+    """Tokens that the engine says it produced."""
+    status: str
+    """ok, expired, failed or cancelled."""
+    code: str = ""
+    """Why it is not ok."""
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration of an engine, from its log. Fields that it does not know are ignored."""
+
+    s: float
+    """Start and end, seconds of the host's monotonic clock."""
+    e: float
+    on: int = 0
+    """Online sequences in the engine's batch."""
+    off: int = 0
+    pon: int = 0
+    """Online prompt tokens computed."""
+    poff: int = 0
+    won: int = 0
+    """Online requests waiting."""
+    woff: int = 0
+    gon: int = 0
+    """Online tokens generated."""
+    goff: int = 0
+    kv: float = 0.0
+    """Share of the KV cache in use, 0..1."""
+    late: float = 0.0
+    """How late the engine's process woke for the end of this iteration, wall seconds (fidelity)."""
+
+
+class EngineLog(Value, frozen=True, kw_only=True):
+    replica: str
+    iterations: tuple[Iteration, ...] = ()
+    """In order of time."""
+    torn_lines: int = 0
+    """Lines of the log that are no whole JSON: the engine was killed while it wrote."""
+
+
+class Event(Value, frozen=True, kw_only=True):
+    """Something that a worker did: signal, quiet, resume, chunk, gate. `data` holds its other fields."""
+
+    t: str
+    mono_s: float
+    lane: str = ""
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class BatchCheck(Value, frozen=True, kw_only=True):
+    """The offline batch, counted from its files."""
+
+    lines: int = 0
+    """Lines of the input file that are not blank."""
+    completed: int = 0
+    failed: int = 0
+    remaining: int = 0
+    """Lines not finished when the run stopped, which a later run would take up."""
+    missing: int = 0
+    """Lines that are in no file and not remaining either."""
+    duplicates: int = 0
+    """Results beyond the first of their line."""
+    prompt_tokens: int = 0
+    """Prompt tokens of the completed lines."""
+    output_tokens: int = 0
+    """Tokens in the output of completed lines."""
+    kept_tokens: int = 0
+    """Tokens of unfinished lines that are kept for their continuation."""
+    tokens_recomputed: int = 0
+    """Tokens computed more than once, see docs/report.md."""
+
+
+class PolicyStats(Value, frozen=True, kw_only=True):
+    name: str
+    version: int = 0
+    slo: SloPolicy = SloPolicy()
+    cycles: int = 0
+    cycle_ms: tuple[float, ...] = ()
+
+
+class PassRecord(Value, frozen=True, kw_only=True):
+    """One replay of the trace."""
+
+    start_s: float
+    """Start of the trace on the host's monotonic clock."""
+    end_s: float
+    """When the last online request had ended (and the trace its duration), the same clock."""
+    online: tuple[OnlineRow, ...] = ()
+    engines: tuple[EngineLog, ...] = ()
+    events: tuple[Event, ...] = ()
+    restarts: dict[str, int] = msgspec.field(default_factory=dict)
+    """Child processes that died and were started again, by name."""
+
+
+class RunRecord(Value, frozen=True, kw_only=True):
+    """A whole run of the demo."""
+
+    speed: float
+    """How much faster than the wall clock trace and engines ran."""
+    gpus: int
+    duration_s: float
+    """Length of the slice of the trace, trace seconds."""
+    trace: str = ""
+    policy: PolicyStats
+    batch: BatchCheck
+    together: PassRecord
+    baseline: PassRecord | None = None
+    wall_s: float = 0.0
+
+
+def read_online(path: Path) -> tuple[OnlineRow, ...]:
+    """Rows of a load generator's log, by index.
+
+    Raises:
+        RecordError: a line is not a row.
+    """
+    rows, _ = _read(path, OnlineRow)
+    return tuple(sorted(rows, key=lambda row: row.index))
+
+
+def read_engine(path: Path, replica: str) -> EngineLog:
+    """The iteration log of one engine, which may have been killed and started again in between.
+
+    Raises:
+        RecordError: a line is not an iteration.
+    """
+    rows, torn = _read(path, Iteration)
+    return EngineLog(replica=replica, iterations=tuple(sorted(rows, key=lambda row: row.s)), torn_lines=torn)
+
+
+def _read(path: Path, kind: type[_Row]) -> tuple[list[_Row], int]:
+    """Rows of a JSON lines file, and how many lines are torn. A missing file has none of either."""
+    decoder = msgspec.json.Decoder(kind)
+    rows: list[_Row] = []
+    torn = 0
+    if not path.exists():
+        return rows, torn
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                rows.append(decoder.decode(line))
+            except msgspec.ValidationError as error:
+                raise RecordError(f"{path}, line {number}: {error}") from None
+            except msgspec.DecodeError:
+                torn += 1
+    return rows, torn
+
+
+def event_of(fields: dict[str, Any]) -> Event | None:
+    """An event of the pool's event log; None for one without a type or a time."""
+    kind, mono = fields.get("t"), fields.get("mono_s")
+    if not isinstance(kind, str) or not isinstance(mono, int | float):
+        return None
+    rest = {key: value for key, value in fields.items() if key not in {"t", "mono_s", "lane"}}
+    return Event(t=kind, mono_s=float(mono), lane=str(fields.get("lane") or ""), data=rest)
