@@ -46,6 +46,14 @@ class IdlePolicy(Value, frozen=True, kw_only=True):
     """Engine metrics older than this are stale."""
     frozen_after_ms: float = 3000.0
     """Counters that stand still this long while requests are held count as frozen."""
+    metric_lag_ms: float = 100.0
+    """An engine's gauges speak of its last finished iteration: they lag by up to this."""
+    foreign_tolerance: int = 0
+    """Requests in the engine beyond all of our own that are not yet called foreign load."""
+    queue_wait_ms: float = 50.0
+    """A queued online request that has waited less is about to be pulled, and closes its puller's gate only."""
+    max_gpu_activity: float | None = None
+    """Share of time, 0..1, that the GPU may be active with none of our work on it; None: not looked at."""
 
 
 class PausePolicy(Value, frozen=True, kw_only=True):
@@ -65,10 +73,23 @@ class OfflinePolicy(Value, frozen=True, kw_only=True):
     """Offline prompt tokens per engine iteration; 0 sends prompts whole."""
     chunk_target_ms: float = 5000.0
     """A chunk is sized so that its boundary comes about this long after it starts."""
+    chunk_first_lines: int = 8
+    """Lines of a lane's first chunk, before its throughput has been measured."""
+    chunk_first_tokens: int = 4096
+    """Tokens of a lane's first chunk, for the same reason."""
     chunk_min_lines: int = 1
     chunk_max_lines: int = 256
     chunks_ahead: int = 4
     """Chunks of a batch that stand in the queue ahead of the workers, per lane at the pool."""
+
+
+class EnginePolicy(Value, frozen=True, kw_only=True):
+    """What the engines do not say of themselves, or may not."""
+
+    max_num_seqs: int = 256
+    """Sequence slots of each engine, as it was started (`--max-num-seqs`); vLLM does not report it."""
+    kv_tokens: int | None = None
+    """KV cache capacity in tokens of an engine that does not report its own; None: then offline waits."""
 
 
 class OnlinePolicy(Value, frozen=True, kw_only=True):
@@ -95,6 +116,7 @@ class PoolPolicy(Value, frozen=True, kw_only=True):
     offline: OfflinePolicy = OfflinePolicy()
     online: OnlinePolicy = OnlinePolicy()
     slo: SloPolicy = SloPolicy()
+    engine: EnginePolicy = EnginePolicy()
     floor_gpus: int = 0
     autonomy: Autonomy = Autonomy.AUTO
 
@@ -106,7 +128,11 @@ class PoolPolicy(Value, frozen=True, kw_only=True):
         """
         return msgspec.structs.replace(
             self,
-            idle=msgspec.structs.replace(self.idle, window_ms=self.idle.window_ms / speed),
+            idle=msgspec.structs.replace(
+                self.idle,
+                window_ms=self.idle.window_ms / speed,
+                metric_lag_ms=self.idle.metric_lag_ms / speed,
+            ),
             pause=msgspec.structs.replace(self.pause, grace_ms=self.pause.grace_ms / speed),
             offline=msgspec.structs.replace(
                 self.offline, chunk_target_ms=self.offline.chunk_target_ms / speed

@@ -25,6 +25,10 @@ class Reason(StrEnum):
     """Idle, but not yet for the whole window."""
     FOREIGN_LOAD = "foreign_load"
     """The engine runs requests that neither online nor our own offline work accounts for."""
+    GPU_ACTIVE = "gpu_active"
+    """The GPU computes although neither online nor our own offline work runs on it (only if asked for)."""
+    NO_ROOM = "no_room"
+    """The engine has no sequence slot or KV cache left that offline may use."""
     FLOOR = "floor"
     """Opening would leave online fewer GPUs than the floor."""
 
@@ -55,3 +59,5 @@ class Reason(StrEnum):
     """No offline worker stands at the lane, or it has nothing to run."""
     LEASE_EXPIRED = "lease_expired"
     """Nobody renewed the gate: the policy worker is dead or cut off."""
+    STOPPING = "stopping"
+    """The lane's own worker is being stopped."""

@@ -7,6 +7,7 @@ Times are milliseconds on one clock that the caller chooses; ages are millisecon
 from __future__ import annotations
 
 from enum import StrEnum
+from math import isfinite
 
 import msgspec
 
@@ -24,8 +25,17 @@ class Signal(Value, frozen=True, kw_only=True):
     age_ms: float | None = None
 
     def known(self, max_age_ms: float) -> bool:
-        """Whether the number was measured, and within `max_age_ms`. A negative age is not trusted."""
-        return self.value is not None and self.age_ms is not None and 0.0 <= self.age_ms <= max_age_ms
+        """Whether the number was measured, and within `max_age_ms`.
+
+        A negative age is not trusted, and neither is a value that is no finite number: a NaN would pass
+        every comparison that is meant to close a gate.
+        """
+        return (
+            self.value is not None
+            and isfinite(self.value)
+            and self.age_ms is not None
+            and 0.0 <= self.age_ms <= max_age_ms
+        )
 
 
 UNKNOWN = Signal(value=None, age_ms=None)
@@ -106,6 +116,14 @@ class LaneView(Value, frozen=True, kw_only=True):
     """Offline requests that the lane's worker has in the engine."""
     work: Signal = UNKNOWN
     """Lines that the lane's worker could run (queued or held back); unknown when no worker stands there."""
+    offline_peak: Signal = UNKNOWN
+    """Most offline requests the lane's worker had in the engine at once over the last two seconds or so.
+
+    Optional: engine gauges lag, so a request that just ended still shows in them. With the peak known, the
+    foreign-load check knows how many those can be; without it, the open gate's budget is taken instead.
+    """
+    tokens_per_s: Signal = UNKNOWN
+    """Measured offline tokens (prompt + output) per second of the lane; optional, it sizes the chunks."""
 
 
 class QueueView(Value, frozen=True, kw_only=True):

@@ -1,0 +1,51 @@
+"""The budget of an open gate."""
+
+from __future__ import annotations
+
+from hybridsched.core.admission import offline_slots
+from hybridsched.core.chunking import next_chunk_tokens
+from hybridsched.core.policies._proposal import LaneFacts
+from hybridsched.core.policy import PoolPolicy
+from hybridsched.core.values import Budget
+
+
+def lane_budget(facts: LaneFacts, policy: PoolPolicy) -> Budget:
+    """What the lane may have in flight: the least of the policy's cap, the slots left and the KV cache left.
+
+    KV use is the engine's, our own offline work included. Above `kv_share` the lane may keep what it runs and
+    admit no more; a lane that runs nothing then has no room at all.
+    """
+    offline, lane, replica = policy.offline, facts.lane, facts.replica
+    online = 0.0 if replica is None else (replica.online_inflight.value or 0.0)
+    inflight = min(
+        offline.max_inflight,
+        offline_slots(
+            max_num_seqs=policy.engine.max_num_seqs,
+            slots_for_online=offline.slots_for_online,
+            online_inflight=int(online),
+        ),
+    )
+    if replica is not None and _kv_full(facts, policy):
+        inflight = min(inflight, int(lane.offline_inflight.value or 0.0))
+    age = policy.idle.max_telemetry_age_ms
+    rate = lane.tokens_per_s.value if lane.tokens_per_s.known(age) else None
+    return Budget(
+        max_inflight=inflight,
+        chunk_tokens=next_chunk_tokens(offline, rate, kv_tokens=policy.engine.kv_tokens),
+        slice_tokens=offline.slice_tokens,
+    )
+
+
+def _kv_full(facts: LaneFacts, policy: PoolPolicy) -> bool:
+    """Whether KV use is above the share, as far as the scrape can be believed.
+
+    A scrape from before our last requests ended shows their blocks as used, together with the requests. So
+    for a lane that now runs nothing the number counts only if the same scrape shows an empty engine.
+    """
+    replica, lane = facts.replica, facts.lane
+    if replica is None or not replica.kv_use.known(policy.idle.max_metric_age_ms):
+        return False
+    if (replica.kv_use.value or 0.0) <= policy.offline.kv_share:
+        return False
+    held = (replica.engine_running.value or 0.0) + (replica.engine_waiting.value or 0.0)
+    return (lane.offline_inflight.value or 0.0) > 0 or held <= 0

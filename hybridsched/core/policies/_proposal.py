@@ -1,0 +1,57 @@
+"""What a policy is given and what it returns: one signature for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from hybridsched.core.idle import Numbers
+from hybridsched.core.policy import PoolPolicy
+from hybridsched.core.reasons import Reason
+from hybridsched.core.values import NO_BUDGET, Budget, LaneView, QueueView, ReplicaView, Value
+
+
+class LaneFacts(Value, frozen=True, kw_only=True):
+    """Everything of the snapshot that concerns one lane."""
+
+    now_ms: float
+    lane: LaneView
+    replica: ReplicaView | None
+    """None: nothing was published by the lane's replica."""
+    queue: QueueView | None
+
+
+class Proposal(Value, frozen=True, kw_only=True):
+    """What a policy wants of a lane, before holds, the floor and autonomy have their say."""
+
+    open: bool
+    reason: Reason
+    budget: Budget = NO_BUDGET
+    check_in_ms: float | None = None
+    numbers: Numbers = msgspec.field(default_factory=dict)
+
+
+PolicyFunction = Callable[[LaneFacts, PoolPolicy], Proposal]
+
+
+def without_work(lane: LaneView, max_age_ms: float) -> Proposal | None:
+    """A proposal when nobody stands at the lane or it has nothing to run.
+
+    A lane with work in flight is not without work, even when nothing more is queued: closing it would end
+    its last lines.
+    """
+    if lane.work.known(max_age_ms):
+        queued = lane.work.value or 0.0
+        running = lane.offline_inflight.value or 0.0
+        if queued > 0 or running > 0 or not lane.offline_inflight.known(max_age_ms):
+            return None
+    return Proposal(
+        open=False,
+        reason=Reason.NO_WORK,
+        numbers={
+            "work": lane.work.value,
+            "age_ms": lane.work.age_ms,
+            "offline_inflight": lane.offline_inflight.value,
+        },
+    )
