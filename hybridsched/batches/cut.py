@@ -1,0 +1,73 @@
+"""Cut the next chunk off a batch file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import BinaryIO
+
+import msgspec
+
+from hybridsched.batches.lines import iter_lines
+from hybridsched.batches.validate import BatchLine, check_line
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """A place between two lines."""
+
+    offset: int = 0
+    """Byte offset of the next line."""
+    line: int = 1
+    """Its physical line number."""
+
+
+class ChunkSpan(msgspec.Struct, frozen=True):
+    """The lines of one chunk. Spans of one file tile it: each begins where the one before ended."""
+
+    start: int
+    """Byte offset of the first line."""
+    end: int
+    """Byte offset just past the last line and the blank lines after it."""
+    first_line: int
+    lines: int
+    """Lines that are not blank, bad ones included."""
+    tokens: int = 0
+    """Estimated prompt and output tokens."""
+    next_line: int = 0
+    """Physical number of the line at `end`."""
+    at_end: bool = False
+    """Whether nothing but blank lines follows."""
+
+
+def cut_chunk(
+    file: BinaryIO,
+    cursor: Cursor,
+    *,
+    max_tokens: int,
+    max_lines: int,
+    min_lines: int = 1,
+    duplicates: Mapping[int, int] | None = None,
+) -> ChunkSpan | None:
+    """The next chunk from `cursor` on: at most `max_lines` lines that are not blank and, beyond the first
+    `min_lines`, at most `max_tokens` estimated tokens. None when only blank lines are left.
+
+    A bad line counts as a line without tokens.
+    """
+    if max_lines < 1 or min_lines < 1:
+        raise ValueError(f"a chunk holds at least one line; given max {max_lines}, min {min_lines}")
+    lines = tokens = 0
+    first = number = 0
+    for raw in iter_lines(file, start=cursor.offset, first_line=cursor.line):
+        verdict = check_line(raw, duplicates=duplicates)
+        cost = verdict.tokens if isinstance(verdict, BatchLine) else 0
+        full = lines >= max_lines or (lines >= min_lines and tokens + cost > max_tokens)
+        if lines and full:
+            return ChunkSpan(cursor.offset, raw.offset, first, lines, tokens, raw.number)
+        first = first or raw.number
+        number = raw.number
+        lines += 1
+        tokens += cost
+    if not lines:
+        return None
+    end = file.seek(0, os.SEEK_END)
+    return ChunkSpan(cursor.offset, end, first, lines, tokens, number + 1, at_end=True)
