@@ -14,17 +14,6 @@ from click.testing import CliRunner
 from hybridsched.cli.main import COMMANDS, cli
 
 HEAVY = ["redis", "rq", "aiohttp", "pydantic", "plotly", "starlette", "uvicorn", "rich", "structlog"]
-    "redis",
-    "rq",
-    "aiohttp",
-    "pydantic",
-    "plotly",
-    "starlette",
-    "uvicorn",
-    "rich",
-    "structlog",
-    "msgspec",
-]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
