@@ -1,0 +1,45 @@
+-- Publish or renew the gates of several lanes, fenced by the leader's token and by each lane's epoch.
+--
+-- KEYS[1]        leader            string: the token of the policy worker that leads
+-- KEYS[2i]       gate:{lane i}     string: JSON of the gate, with a lease (PX)
+-- KEYS[2i+1]     gate-epoch:{lane i}  integer: raised whenever the lane's replica takes an online request
+-- ARGV[1]        token of the caller; '' publishes without leading, and then only closes
+-- ARGV[2]        channel for changes
+-- ARGV[3+4(i-1)] 'open' or 'closed'
+-- ARGV[4+4(i-1)] JSON of the gate without its last fields "epoch" and "at_ms" and without the closing brace
+-- ARGV[5+4(i-1)] lease in ms
+-- ARGV[6+4(i-1)] epoch that an opening was decided on ('' when closing: a close is never refused)
+--
+-- Returns one integer for each lane: 1 changed and announced, 2 renewed as it stood,
+-- 0 refused because the epoch has moved, -1 refused because the caller does not lead.
+-- A renewal keeps the stored text, so "at_ms" stays the time of the last change.
+local lanes = (#KEYS - 1) / 2
+local token = ARGV[1]
+local leads = token ~= '' and redis.call('GET', KEYS[1]) == token
+local now = redis.call('TIME')
+local at_ms = string.format('%.3f', tonumber(now[1]) * 1000 + tonumber(now[2]) / 1000)
+local answer = {}
+for i = 1, lanes do
+  local gate, epoch_key = KEYS[2 * i], KEYS[2 * i + 1]
+  local base = 3 + 4 * (i - 1)
+  local state, body, lease, expected = ARGV[base], ARGV[base + 1], ARGV[base + 2], ARGV[base + 3]
+  local epoch = redis.call('GET', epoch_key) or '0'
+  if not leads and (token ~= '' or state == 'open') then
+    answer[i] = -1
+  elseif state == 'open' and epoch ~= expected then
+    answer[i] = 0
+  else
+    local stable = body .. ',"epoch":' .. epoch .. ',"at_ms":'
+    local old = redis.call('GET', gate)
+    if old and string.sub(old, 1, #stable) == stable then
+      redis.call('PEXPIRE', gate, lease)
+      answer[i] = 2
+    else
+      local text = stable .. at_ms .. '}'
+      redis.call('SET', gate, text, 'PX', lease)
+      redis.call('PUBLISH', ARGV[2], text)
+      answer[i] = 1
+    end
+  end
+end
+return answer

@@ -1,0 +1,301 @@
+"""Telemetry of replicas and lanes: records with a life, stamped with the server's time when they arrive.
+
+A worker says how old its numbers were when it sent them; the server adds when that was. A reader adds the
+time since. So the clocks of two machines are never compared, and who falls silent grows stale by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from hybridsched.core.values import UNKNOWN, Gate, LaneView, ReplicaView, Signal
+from hybridsched.store.channels import messages
+from hybridsched.store.keys import Keys
+from hybridsched.store.scripts import Scripts
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+    from redis.asyncio.client import Pipeline
+
+RECORD_LIFE_MS = 10_000
+"""Life of a record in Redis: beyond the age limits of a policy, so that staleness shows as an age first."""
+
+INDEX_LIFE_MS = 600_000
+"""A replica or lane that has been silent this long leaves the index, and with it every report."""
+
+
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica's worker knows of its engine. None is unknown; ages are ms at publication."""
+
+    metrics_age_ms: float | None = None
+    """Age of the metrics below, those of one reading of the engine's /metrics."""
+    running: float | None = None
+    waiting: float | None = None
+    kv_use: float | None = None
+    frozen_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    tpot_p99_ms: float | None = None
+    healthy: float | None = None
+    """1 healthy, 0 not."""
+    health_age_ms: float | None = None
+    gpu_activity: float | None = None
+    gpu_age_ms: float | None = None
+
+
+class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica, as its online worker publishes it."""
+
+    replica: str
+    model: str
+    lane: str
+    """Name of the shared lane on its engine; empty when it has none."""
+    url: str = ""
+    online_inflight: int | None = None
+    online_idle_ms: float | None = None
+    """How long the worker has held no request at the time of publication; 0 while it holds any."""
+    engine: EngineRecord = EngineRecord()
+    at_ms: float | None = None
+    """Server time of publication. Given by the server; what the caller says here is not sent."""
+
+
+class LaneRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One lane, as its offline worker publishes it."""
+
+    lane: str
+    replica: str = ""
+    offline_inflight: int | None = None
+    work: int | None = None
+    """Lines that the worker could run."""
+    offline_peak: int | None = None
+    """Most offline requests in the engine at once over the last two seconds or so."""
+    tokens_per_s: float | None = None
+    """Measured offline tokens (prompt + output) per second."""
+    worker: str = ""
+    at_ms: float | None = None
+
+
+_REPLICA = msgspec.json.Decoder(ReplicaRecord)
+_LANE = msgspec.json.Decoder(LaneRecord)
+_ENCODE = msgspec.json.Encoder()
+_Record = TypeVar("_Record", ReplicaRecord, LaneRecord)
+
+
+def decode_replica(raw: bytes | None) -> ReplicaRecord | None:
+    """A stored record; None when it has expired or is not one."""
+    return _decode(_REPLICA, raw)
+
+
+def decode_lane(raw: bytes | None) -> LaneRecord | None:
+    """A stored record; None when it has expired or is not one."""
+    return _decode(_LANE, raw)
+
+
+def replica_view(record: ReplicaRecord, now_ms: float) -> ReplicaView:
+    """The record as a decision sees it at server time `now_ms`."""
+    since = _since(record.at_ms, now_ms)
+    engine = record.engine
+    metrics = _add(engine.metrics_age_ms, since)
+    return ReplicaView(
+        replica=record.replica,
+        model=record.model,
+        online_inflight=_signal(record.online_inflight, since),
+        online_idle_ms=_signal(record.online_idle_ms, since),
+        engine_healthy=_signal(engine.healthy, _add(engine.health_age_ms, since)),
+        engine_running=_signal(engine.running, metrics),
+        engine_waiting=_signal(engine.waiting, metrics),
+        kv_use=_signal(engine.kv_use, metrics),
+        frozen_ms=_signal(engine.frozen_ms, metrics),
+        ttft_p99_ms=_signal(engine.ttft_p99_ms, metrics),
+        tpot_p99_ms=_signal(engine.tpot_p99_ms, metrics),
+        gpu_activity=_signal(engine.gpu_activity, _add(engine.gpu_age_ms, since)),
+    )
+
+
+def lane_view(
+    lane: str,
+    replica: str,
+    record: LaneRecord | None,
+    now_ms: float,
+    *,
+    gate: Gate | None = None,
+    epoch: int = 0,
+) -> LaneView:
+    """A lane as a decision sees it at server time `now_ms`; without a record all its signals are unknown."""
+    if record is None:
+        return LaneView(lane=lane, replica=replica, gate=gate, epoch=epoch)
+    since = _since(record.at_ms, now_ms)
+    return LaneView(
+        lane=lane,
+        replica=replica,
+        gate=gate,
+        epoch=epoch,
+        offline_inflight=_signal(record.offline_inflight, since),
+        work=_signal(record.work, since),
+        offline_peak=_signal(record.offline_peak, since),
+        tokens_per_s=_signal(record.tokens_per_s, since),
+    )
+
+
+class TelemetryStore:
+    """The telemetry of one pool."""
+
+    def __init__(self, client: Redis, pool: str) -> None:
+        self._client = client
+        self._keys = Keys(pool)
+        self._scripts = Scripts(client)
+
+    async def publish(self, record: ReplicaRecord, *, nudge: bool = False) -> float:
+        """Publish a replica's record; returns the server's stamp in ms.
+
+        `nudge` wakes the policy worker at once: use it when the replica becomes busy or idle.
+        Raises what the Redis client raises.
+        """
+        channel = self._keys.telemetry_channel if nudge else ""
+        keys = [self._keys.telemetry(record.replica), self._keys.replica_index]
+        return await self._publish(record, keys, record.replica, channel)
+
+    async def publish_lane(self, record: LaneRecord, *, nudge: bool = False) -> float:
+        """The same for a lane: nudge when it gets work or runs out of it."""
+        channel = self._keys.telemetry_channel if nudge else ""
+        keys = [self._keys.lane_telemetry(record.lane), self._keys.lane_index]
+        return await self._publish(record, keys, record.lane, channel)
+
+    async def _publish(
+        self, record: ReplicaRecord | LaneRecord, keys: list[str], name: str, channel: str
+    ) -> float:
+        body = open_object(record, "at_ms")
+        stamp = await self._scripts.call(
+            "telemetry", keys, [body, RECORD_LIFE_MS, name, INDEX_LIFE_MS, channel]
+        )
+        return float(stamp)
+
+    async def withdraw(self, replica: str) -> None:
+        """Take a replica's record away at a clean stop, so that its lane closes at once as missing."""
+        await self._client.delete(self._keys.telemetry(replica))
+        await self._client.publish(self._keys.telemetry_channel, replica)
+
+    async def withdraw_lane(self, lane: str) -> None:
+        """The same for a lane: its work is unknown from here on."""
+        await self._client.delete(self._keys.lane_telemetry(lane))
+        await self._client.publish(self._keys.telemetry_channel, lane)
+
+    async def read_all(self) -> Telemetry:
+        """Every replica and lane known to the pool, in two round trips, with the server's time."""
+        pipe = self._client.pipeline(transaction=False)
+        self.queue_index(pipe)
+        index = read_index(await pipe.execute())
+        pipe = self._client.pipeline(transaction=False)
+        self.queue_records(pipe, index)
+        # TIME last: read earlier, it could be older than a record's stamp, and a negative age is unknown.
+        pipe.time()
+        answers = await pipe.execute()
+        return read_records(index, answers, server_ms(answers[2]))
+
+    def queue_index(self, pipe: Pipeline) -> None:
+        """Put the two commands whose answers `read_index` takes on a pipeline of the caller's own."""
+        pipe.zrange(self._keys.replica_index, 0, -1)
+        pipe.zrange(self._keys.lane_index, 0, -1)
+
+    def queue_records(self, pipe: Pipeline, index: Index) -> None:
+        """The same for the two commands whose answers `read_records` takes; TIME must come later."""
+        # MGET wants a key: the indexes themselves are none of its type and answer as absent.
+        pipe.mget([self._keys.telemetry(name) for name in index.replicas] or [self._keys.replica_index])
+        pipe.mget([self._keys.lane_telemetry(name) for name in index.lanes] or [self._keys.lane_index])
+
+    async def nudges(self) -> AsyncIterator[str]:
+        """Names of replicas and lanes as their workers ask for attention. Ends with an error on an outage."""
+        async for message in messages(self._client, self._keys.telemetry_channel):
+            if message is not None:
+                yield message.decode("utf-8", "replace")
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """Names known to the pool."""
+
+    replicas: list[str]
+    lanes: list[str]
+
+
+class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading. A name whose record has expired maps to None."""
+
+    now_ms: float
+    replicas: dict[str, ReplicaRecord | None]
+    lanes: dict[str, LaneRecord | None]
+
+    def views(self) -> tuple[tuple[ReplicaView, ...], tuple[LaneView, ...]]:
+        """Replicas and lanes as a decision sees them; gates and epochs are not part of telemetry."""
+        replicas = tuple(replica_view(r, self.now_ms) for r in self.replicas.values() if r is not None)
+        return replicas, tuple(
+            lane_view(lane, replica, self.lanes.get(lane), self.now_ms)
+            for lane, replica in self.places().items()
+        )
+
+    def places(self) -> dict[str, str]:
+        """Every lane and the replica whose engine it shares, sorted by lane.
+
+        A shared lane has its replica's name until a record says otherwise.
+        """
+        found = {lane: (record.replica if record else "") or lane for lane, record in self.lanes.items()}
+        for replica, record in self.replicas.items():
+            lane = replica if record is None else record.lane
+            if lane:
+                found[lane] = replica
+        return dict(sorted(found.items()))
+
+
+def open_object(value: msgspec.Struct, *last: str) -> bytes:
+    """JSON of a struct without the fields `last` and without its closing brace, for a script to complete."""
+    fields = {name: getattr(value, name) for name in value.__struct_fields__ if name not in last}
+    return _ENCODE.encode(fields)[:-1]
+
+
+def read_index(answers: Sequence[Any]) -> Index:
+    """The answers of `TelemetryStore.queue_index`."""
+    return Index(replicas=names(answers[0]), lanes=names(answers[1]))
+
+
+def read_records(index: Index, answers: Sequence[Any], now_ms: float) -> Telemetry:
+    """The answers of `TelemetryStore.queue_records`."""
+    return Telemetry(
+        now_ms=now_ms,
+        replicas={name: decode_replica(raw) for name, raw in zip(index.replicas, answers[0], strict=False)},
+        lanes={name: decode_lane(raw) for name, raw in zip(index.lanes, answers[1], strict=False)},
+    )
+
+
+def names(raw: Sequence[bytes]) -> list[str]:
+    """Names from Redis, as text."""
+    return [name.decode("utf-8", "replace") for name in raw]
+
+
+def server_ms(raw: tuple[int, int]) -> float:
+    """The answer of TIME in milliseconds."""
+    return raw[0] * 1000.0 + raw[1] / 1000.0
+
+
+def _decode(decoder: msgspec.json.Decoder[_Record], raw: bytes | None) -> _Record | None:
+    if raw is None:
+        return None
+    try:
+        return decoder.decode(raw)
+    except msgspec.MsgspecError:
+        # Written by another version or by hand: unknown, which closes the lane.
+        return None
+
+
+def _since(at_ms: float | None, now_ms: float) -> float | None:
+    return None if at_ms is None else now_ms - at_ms
+
+
+def _add(age: float | None, since: float | None) -> float | None:
+    return None if age is None or since is None else age + since
+
+
+def _signal(value: float | None, age: float | None) -> Signal:
+    if value is None or age is None or age < 0:
+        return UNKNOWN
+    return Signal(value=float(value), age_ms=age)
