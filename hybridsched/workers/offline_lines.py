@@ -1,0 +1,406 @@
+"""Run lines on one engine: admission, prompts by slices, the pause at an iteration, and going on from there.
+
+Everything happens on one event loop. Lines wait in order; each admitted line is one task that sends one
+request at a time. A pause ends the requests in the engine and keeps the lines here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from hybridsched.core.values import NO_BUDGET, Budget
+from hybridsched.engines.protocol import Completion, Engine, EngineError, EngineInfo
+from hybridsched.log import get_logger
+from hybridsched.workers import offline_plan as plan
+from hybridsched.workers.offline_pacer import Grant
+from hybridsched.workers.offline_run import DEFAULT_BLOCK, LineResult, LineRun, LineSink
+from hybridsched.workers.offline_wire import LaneWire, LineSettings
+
+_log = get_logger("offline")
+
+KILLS = 3
+"""A line in flight at this many engine failures, at the last one alone, is taken to be their cause."""
+
+_CACHE_TRUST = 0.5
+"""Below this share of expected prefix hits after pauses, prompts are fed by slices again."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pause did."""
+
+    ended: int = 0
+    """Requests that were in the engine."""
+    kept_tokens: int = 0
+    """Output tokens they brought back."""
+    closed: int = 0
+    """Those of them whose connection had to be closed."""
+
+
+Admits = Callable[[int, int, int, Budget], bool]
+"""(tokens of the line, lines running, tokens of those, budget) -> whether one more may run."""
+
+
+class _Suspended(Exception):  # noqa: N818 - no error: the line waits for the gate
+    """The line goes back to the waiting ones."""
+
+
+class LineExecutor:
+    """The lines of one lane on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        admits: Admits,
+        control: Engine | None = None,
+        settings: LineSettings | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        on_trouble: Callable[[EngineError], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`control`: an engine client of its own for aborts, whose connection stays warm. `on_change` is told
+        when the number of requests in the engine or of lines changes, `on_trouble` when the engine fails."""
+        self._admits = admits
+        self._settings = settings or LineSettings()
+        self._on_change = on_change
+        self._on_trouble = on_trouble
+        self._wire = LaneWire(engine, control or engine, self._settings, on_change=on_change, clock=clock)
+        self._pacer = self._wire.pacer
+        self.budget = NO_BUDGET
+        self.info: EngineInfo | None = None
+        """What the engine says of itself; its limits are used where known."""
+        self._admitting = False
+        self._up = True
+        self._waiting: list[tuple[tuple[int, ...], int, LineRun]] = []
+        self._sequence = 0
+        self._running: dict[LineRun, asyncio.Task[None]] = {}
+        self._running_tokens = 0
+        self._cache_share = 1.0
+        self._tokenizes = True
+        self._ended_tokens = 0
+        self._busy_timer: asyncio.TimerHandle | None = None
+        self.recomputed_tokens = 0
+        """Tokens computed again so far, over all lines that have ended."""
+
+    @property
+    def inflight(self) -> int:
+        """Requests in the engine, or on their way to it."""
+        return self._wire.inflight
+
+    @property
+    def lines(self) -> int:
+        """Lines in hand that have not ended."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Lines in hand that no request runs for."""
+        return len(self._waiting)
+
+    @property
+    def block(self) -> int:
+        return (self.info.block_size if self.info else None) or DEFAULT_BLOCK
+
+    def submit(self, runs: Iterable[LineRun]) -> None:
+        """Take lines in hand; they start as the gate and the budget allow."""
+        for run in runs:
+            self._wait(run)
+        self._pump()
+        self._on_change()
+
+    def withdraw(self, sink: LineSink) -> list[LineRun]:
+        """Take a sink's waiting lines out of hand (those in flight stay until they are ended)."""
+        taken = [entry[2] for entry in self._waiting if entry[2].sink is sink]
+        self._waiting = [entry for entry in self._waiting if entry[2].sink is not sink]
+        heapq.heapify(self._waiting)
+        self._on_change()
+        return taken
+
+    def admit(self, budget: Budget) -> None:
+        """The gate is open with `budget`: lines may start."""
+        self.budget = budget
+        self._pacer.slice_tokens = budget.slice_tokens
+        self._admitting = True
+        self._pump()
+
+    def stop_admitting(self) -> None:
+        """Nothing new is sent from here on. What is in the engine goes on."""
+        self._admitting = False
+        self._pacer.stop()
+
+    def engine_up(self, up: bool, info: EngineInfo | None = None) -> None:
+        """Whether the engine answers its health check; lines start only while it does."""
+        self.info = info or self.info
+        self._up = up
+        if up:
+            self._tokenizes = True
+            self._pump()
+        else:
+            self._pacer.stop()
+
+    async def end_inflight(self) -> Ended:
+        """End every request at the engine's next iteration, keeping tokens; returns when all have come back.
+
+        The first abort is on its way when this first awaits. Answers that do not come within the bound are
+        given up by closing their connections, and their lines run again from what was kept before.
+        """
+        self.stop_admitting()
+        self._ended_tokens = 0
+        total, closed = await self._wire.end_all(self._hang_up)
+        return Ended(ended=total, kept_tokens=self._ended_tokens, closed=closed)
+
+    def _hang_up(self, run: LineRun) -> None:
+        self._running[run].cancel()
+
+    def drop_inflight(self) -> int:
+        """Close every connection: the engine no longer answers. Its lines wait to run again."""
+        runs = self._wire.runs()
+        for run in runs:
+            run.counts_as_death = True
+            self._running[run].cancel()
+        return len(runs)
+
+    async def close(self) -> None:
+        """End what is in flight and every task."""
+        await self.end_inflight()
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        if self._busy_timer is not None:
+            self._busy_timer.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- waiting and starting
+
+    def _wait(self, run: LineRun) -> None:
+        self._sequence += 1
+        # Suspects of having killed the engine go first: they are tried few at a time, and must not starve.
+        heapq.heappush(self._waiting, ((-run.deaths, *run.order), self._sequence, run))
+
+    def _pump(self) -> None:
+        while self._admitting and self._up and self._waiting:
+            run = self._waiting[0][2]
+            tokens = run.planned_tokens(self.info.max_model_len if self.info else None)
+            deaths = max([run.deaths, *(other.deaths for other in self._running)])
+            if deaths and len(self._running) >= self._suspect_limit(deaths):
+                return
+            if not self._admits(tokens, len(self._running), self._running_tokens, self.budget):
+                return
+            heapq.heappop(self._waiting)
+            self._running_tokens += tokens
+            self._running[run] = asyncio.create_task(self._run(run, tokens))
+
+    def _suspect_limit(self, deaths: int) -> int:
+        return 1 if deaths >= KILLS - 1 else max(1, self.budget.max_inflight // 4)
+
+    async def _run(self, run: LineRun, tokens: int) -> None:
+        again = True
+        alone = False
+        try:
+            await self._advance(run)
+            again = False
+        except _Suspended:
+            run.suspend(cache_trusted=self._cache_share >= _CACHE_TRUST, block=self.block)
+        except asyncio.CancelledError:
+            # Only the executor cancels these: the connection was closed on purpose and the line stays.
+            run.suspend(cache_trusted=False, block=self.block)
+            alone = len(self._running) == 1
+            if run.counts_as_death:
+                run.counts_as_death = False
+                run.deaths += 1
+        except EngineError as error:
+            alone = len(self._running) == 1
+            again = self._failed(run, error)
+        finally:
+            del self._running[run]
+            self._running_tokens -= tokens
+        if again and run.deaths >= KILLS and alone:
+            self._finish(run, _engine_failed(run))
+        elif again:
+            self._wait(run)
+        self._pump()
+        self._on_change()
+
+    def _failed(self, run: LineRun, error: EngineError) -> bool:
+        """Take up an engine's error; returns whether the line is run again."""
+        if not error.retryable:
+            self._finish(
+                run,
+                LineResult(
+                    request_id=f"hsoff-{run.batch}-{run.number}-{run.attempt}",
+                    status_code=error.status,
+                    error_code=error.code,
+                    error_message=str(error),
+                ),
+            )
+            return False
+        run.suspend(cache_trusted=False, block=self.block)
+        if error.code == "engine_busy":
+            self._pause_briefly()
+            return True
+        if error.code != "engine_unreachable":
+            run.deaths += 1
+        self._on_trouble(error)
+        return True
+
+    def _pause_briefly(self) -> None:
+        if self._busy_timer is not None or not self._up:
+            return
+        self._up = False
+
+        def over() -> None:
+            self._busy_timer = None
+            self._up = True
+            self._pump()
+
+        self._busy_timer = asyncio.get_running_loop().call_later(self._settings.busy_wait_s, over)
+
+    # -- one line
+
+    async def _advance(self, run: LineRun) -> None:
+        longest = self.info.max_model_len if self.info else None
+        remaining = None
+        if run.kept is not None:
+            remaining = plan.remaining_tokens(run.shape, run.kept, longest)
+            if remaining == 0:
+                self._deliver(run, None, run_id=f"hsoff-{run.batch}-{run.number}-{run.attempt}")
+                return
+            if remaining is None:
+                run.drop_kept()
+        await self._feed(run, longest)
+        known = run.prompt_now()
+        cost = max(1, (len(known) if known is not None else run.prompt_estimate) - run.fed)
+        if run.kept is not None and remaining is not None:
+            path, body = plan.COMPLETIONS, plan.continuation_request(run.body, run.kept, remaining)
+        else:
+            path, body = run.path, plan.own_request(run.shape, run.body)
+        grant = await self._grant(run, cost)
+        request_id, answer = await self._wire.send(run, path, body, grant)
+        if answer.status >= 400:
+            self._refused(run, answer, request_id)
+            return
+        self._account(run, answer)
+        if answer.aborted:
+            before = len(run.kept.token_ids) if run.kept else 0
+            run.kept = plan.keep(run.shape, answer.body, run.kept, run.prompt_ids)
+            if run.kept is not None:
+                run.prompt_ids = run.kept.prompt_ids
+                self._ended_tokens += len(run.kept.token_ids) - before
+            lost = plan.completion_tokens(answer.body) - (len(run.kept.token_ids) if run.kept else 0) + before
+            run.recomputed += max(0, lost)
+            run.computed -= max(0, lost)
+            raise _Suspended
+        self._deliver(run, answer, run_id=request_id)
+
+    async def _feed(self, run: LineRun, longest: int | None) -> None:
+        """Bring a long prompt into the prefix cache by slices, up to its last one."""
+        most = self._pacer.slice_tokens
+        if most <= 0 or not run.shape.sliceable:
+            return
+        if run.prompt_ids is None and run.prompt_estimate > most and self._tokenizes:
+            await self._tokenize(run)
+        prompt = run.prompt_now()
+        if prompt is None or (longest is not None and len(prompt) >= longest):
+            return  # too long: the engine says so at once, and nothing is computed for it
+        step = max(self.block, most - most % self.block)
+        while len(prompt) - run.fed > step:
+            upto = run.fed + step
+            grant = await self._grant(run, step)
+            body = plan.slice_request(run.body, prompt, upto)
+            _, answer = await self._wire.send(run, plan.COMPLETIONS, body, grant, is_slice=True)
+            if answer.status >= 400:
+                return  # the line's own request tells the user what is wrong
+            self._account(run, answer)
+            if answer.aborted:
+                raise _Suspended
+            run.fed = upto
+
+    async def _tokenize(self, run: LineRun) -> None:
+        try:
+            run.learn_prompt(await self._wire.engine.tokenize(run.path, run.body))
+        except EngineError as error:
+            if error.retryable:
+                raise
+            if error.code == "not_found":
+                self._tokenizes = False
+                _log.warning(
+                    "The engine has no /tokenize, so long text prompts go in whole.",
+                    key="tokenize_missing",
+                    url=self._wire.engine.url,
+                )
+
+    async def _grant(self, run: LineRun, tokens: int) -> Grant:
+        grant = await self._pacer.acquire((-run.deaths, *run.order), tokens)
+        if grant is None:
+            raise _Suspended
+        if not (self._admitting and self._up):
+            self._pacer.answered(grant)
+            raise _Suspended
+        return grant
+
+    def _account(self, run: LineRun, answer: Completion) -> None:
+        share = run.account(answer.body, block=self.block)
+        if share is not None:
+            self._cache_share += 0.2 * (share - self._cache_share)
+        if not answer.aborted:
+            run.paused = False
+
+    # -- ends
+
+    def _refused(self, run: LineRun, answer: Completion, request_id: str) -> None:
+        error = answer.body.get("error")
+        details = error if isinstance(error, dict) else answer.body
+        message = str(details.get("message") or error or f"HTTP {answer.status}")
+        if answer.status in (401, 403):
+            raise EngineError(
+                f"the engine refused our access ({message}); give the worker its API key",
+                code="engine_unreachable",
+                retryable=True,
+                status=answer.status,
+            )
+        if answer.status in (408, 429):
+            raise EngineError(message, code="engine_busy", retryable=True, status=answer.status)
+        if run.kept is not None:
+            # The user's request was taken before: what is refused is our continuation of it.
+            run.drop_kept()
+            run.shape = msgspec.structs.replace(run.shape, continuable=False, why_not=message)
+            raise _Suspended
+        code = str(details.get("type") or details.get("code") or "bad_request")
+        self._finish(
+            run,
+            LineResult(
+                request_id=request_id, status_code=answer.status, error_code=code, error_message=message
+            ),
+        )
+
+    def _deliver(self, run: LineRun, answer: Completion | None, *, run_id: str) -> None:
+        body = plan.final_body(run.body, run.kept, answer.body if answer else None)
+        usage = body.get("usage") or {}
+        self._finish(
+            run,
+            LineResult(
+                request_id=run_id,
+                status_code=200,
+                body=body,
+                prompt_tokens=int(usage.get("prompt_tokens") or 0),
+                output_tokens=int(usage.get("completion_tokens") or 0),
+            ),
+        )
+
+    def _finish(self, run: LineRun, result: LineResult) -> None:
+        self.recomputed_tokens += run.recomputed
+        run.sink.finished(run, result)
+
+
+def _engine_failed(run: LineRun) -> LineResult:
+    return LineResult(
+        request_id=f"hsoff-{run.batch}-{run.number}-{run.attempt}",
+        error_code="engine_failed",
+        error_message=f"the engine failed {run.deaths} times while it ran this line, at last with nothing "
+        "else in it; the line is not tried again",
+    )

@@ -1,0 +1,140 @@
+"""The requests that one lane has in its engine: sent at the right pace, ended all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from hybridsched.engines.protocol import Completion, Engine, EngineError
+from hybridsched.log import get_logger
+from hybridsched.workers.offline_pacer import Grant, PrefillPacer
+from hybridsched.workers.offline_run import LineRun
+
+_log = get_logger("offline")
+_encode = msgspec.json.Encoder().encode
+
+
+class LineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Time limits, seconds of wall time."""
+
+    line_timeout_s: float = 600.0
+    """Longest time for one request of a line; then the connection is closed and the line is run again."""
+    slice_timeout_s: float = 120.0
+    abort_repeat_s: float = 0.02
+    """An abort may overtake the request it is for: it is sent again while answers are missing."""
+    abort_bound_s: float = 3.0
+    """After this the connections are closed, which ends the requests too, without their tokens."""
+    busy_wait_s: float = 0.25
+    """Wait after the engine refused a request because it was full."""
+
+
+class LaneWire:
+    """Requests in flight between one lane and one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        control: Engine,
+        settings: LineSettings,
+        *,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self._control = control
+        self._settings = settings
+        self._on_change = on_change
+        self._clock = clock
+        self.pacer = PrefillPacer(clock=clock)
+        self._sent: dict[str, tuple[str, LineRun]] = {}
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    @property
+    def inflight(self) -> int:
+        """Requests in the engine, or on their way to it."""
+        return len(self._sent)
+
+    def runs(self) -> set[LineRun]:
+        """The lines that have a request in flight."""
+        return {run for _, run in self._sent.values()}
+
+    async def send(
+        self, run: LineRun, path: str, body: dict[str, Any], grant: Grant, *, is_slice: bool = False
+    ) -> tuple[str, Completion]:
+        """One request and its answer. Raises what the engine raises."""
+        request_id = run.next_request_id()
+        self._sent[request_id] = (path, run)
+        self._quiet.clear()
+        if len(self._sent) == 1:
+            self._on_change()
+        timeout_s = self._settings.slice_timeout_s if is_slice else self._settings.line_timeout_s
+        if not is_slice:
+            self.pacer.decoding(grant)
+        measured = False
+        try:
+            answer = await self.engine.complete(
+                path, _encode(body), request_id=request_id, timeout_s=timeout_s
+            )
+            measured = is_slice and answer.status < 400 and not answer.aborted
+            return request_id, answer
+        finally:
+            del self._sent[request_id]
+            if measured:
+                self.pacer.slice_answered(grant)
+            else:
+                self.pacer.answered(grant)
+            if not self._sent:
+                self._quiet.set()
+                self._on_change()
+
+    async def end_all(self, close: Callable[[LineRun], None]) -> tuple[int, int]:
+        """End every request at the engine's next iteration; returns how many there were, and how many of them
+        had to be closed with `close`, once all are back.
+
+        The first abort is on its way when this first awaits. Requests that an abort does not reach, or that
+        are not back within the bound, are closed.
+        """
+        total = len(self._sent)
+        closed: set[LineRun] = set()
+        give_up = self._clock() + self._settings.abort_bound_s
+        posts: set[asyncio.Task[None]] = set()
+        while self._sent:
+            late = self._clock() >= give_up
+            by_path: dict[str, list[str]] = {}
+            for request_id, (path, run) in self._sent.items():
+                if not late and (path != run.path or run.shape.abortable):
+                    by_path.setdefault(path, []).append(request_id)
+                elif run not in closed:
+                    closed.add(run)
+                    close(run)
+            for path, request_ids in by_path.items():
+                post = asyncio.ensure_future(self._abort(path, request_ids))
+                posts.add(post)
+                post.add_done_callback(posts.discard)
+            await self._until_quiet()
+        for post in posts:
+            post.cancel()
+        return total, len(closed)
+
+    async def _abort(self, path: str, request_ids: list[str]) -> None:
+        try:
+            await self._control.abort(path, request_ids)
+        except EngineError as error:
+            _log.warning(
+                "An abort did not reach the engine; it is sent again, and after its bound the "
+                "connections are closed, which ends the requests too.",
+                key="abort_failed",
+                error=str(error),
+            )
+
+    async def _until_quiet(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.abort_repeat_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            return
