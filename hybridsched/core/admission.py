@@ -1,8 +1,8 @@
 """May one more request go to an engine? Sequence slots and KV cache, for online and for offline.
 
 Unknown capacity is never room: where neither the engine nor the policy says how large the KV cache is,
-offline is refused with CAPACITY_UNKNOWN. Online is the service itself: the engine queues what does not fit, so
-online is bounded by slots and the policy's own cap, not by an estimate of its KV use.
+offline is refused with CAPACITY_UNKNOWN. Online is the service itself: the engine queues what does not fit,
+so online is bounded by slots and the policy's own cap, not by an estimate of its KV use.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ else uses the engine (foreign load), and with an allowance for their lag:
   and never foreign.
 
 **The idle span grows with the age of the record.** A record that says "idle for 40 ms" and is 100 ms old
-means 140 ms now: had a request arrived since, its claim would have closed the gate and raised the lane's epoch
-in the same step, and an opening decided on the older epoch is refused. If the snapshot already holds the new
-epoch but still the old record, the gate of the fast path is in the snapshot too, and its time is newer than
-the record: then the record is not believed (ONLINE_ARRIVED).
+means 140 ms now: had a request arrived since, its claim would have closed the gate and raised the lane's
+epoch in the same step, and an opening decided on the older epoch is refused. If the snapshot already holds
+the new epoch but still the old record, the gate of the fast path is in the snapshot too, and its time is
+newer than the record: then the record is not believed (ONLINE_ARRIVED).
 
 **Frozen.** Gauges stand still while an engine is paused or hung; `frozen_ms` grows only while the engine
 holds requests, so an empty engine is never frozen.

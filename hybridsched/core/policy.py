@@ -51,7 +51,7 @@ class IdlePolicy(Value, frozen=True, kw_only=True):
     foreign_tolerance: int = 0
     """Requests in the engine beyond all of our own that are not yet called foreign load."""
     queue_wait_ms: float = 50.0
-    """A queued online request that has waited less is about to be pulled, and closes its puller's gate only."""
+    """A queued online request that has waited less is being pulled now, and closes its puller's gate only."""
     max_gpu_activity: float | None = None
     """Share of time, 0..1, that the GPU may be active with none of our work on it; None: not looked at."""
 
