@@ -1,7 +1,7 @@
 """The file operations that batches are built of, and their errors.
 
-`Disk` is the only thing in this package that changes files. Tests hand in one that fails at a chosen call, which
-is how every crash and a full disk are tried.
+`Disk` is the only thing in this package that changes files. Tests hand in one that fails at a chosen call,
+which is how every crash and a full disk are tried.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ class BatchFileError(Exception):
     code = "batch_file_error"
 
 
-class InputUnreadable(BatchFileError):
+class InputUnreadableError(BatchFileError):
     """The input is missing, a folder, empty, compressed or not readable."""
 
     code = "input_unreadable"
 
 
-class InputChanged(BatchFileError):
+class InputChangedError(BatchFileError):
     """The input is not the file that the batch was started with."""
 
     code = "input_changed"
 
 
-class NotYours(BatchFileError):
+class NotYoursError(BatchFileError):
     """A file belongs to another user."""
 
     code = "not_yours"
 
 
-class OutputBusy(BatchFileError):
+class OutputBusyError(BatchFileError):
     """Another run works on the same output."""
 
     code = "output_busy"
 
 
-class OutputExists(BatchFileError):
+class OutputExistsError(BatchFileError):
     """The output or error file is there already and belongs to no unfinished batch."""
 
     code = "output_exists"
 
 
-class OutputChanged(BatchFileError):
+class OutputChangedError(BatchFileError):
     """The output or error file, or the work folder, was changed by someone else while the batch ran."""
 
     code = "output_changed"
 
 
-class DiskFull(BatchFileError):
+class DiskFullError(BatchFileError):
     """No space, or no quota, is left. Everything finished so far is intact; free space and run again."""
 
     code = "disk_full"
@@ -75,14 +75,14 @@ def file_errors(what: str, path: str | Path) -> Iterator[None]:
         yield
     except OSError as exc:
         if exc.errno in _FULL:
-            raise DiskFull(
+            raise DiskFullError(
                 f"{what} {path}: {exc.strerror}; free some space and run again, finished lines are kept"
             ) from exc
         raise BatchFileError(f"{what} {path}: {exc.strerror or exc}") from exc
 
 
 class Disk:
-    """Real file operations. Each raises `DiskFull` or `BatchFileError`."""
+    """Real file operations. Each raises `DiskFullError` or `BatchFileError`."""
 
     def open(self, path: Path, flags: int) -> int:
         """Open for writing; a new file gets mode 0600. Never follows a symbolic link."""
