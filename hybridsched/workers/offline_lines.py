@@ -93,6 +93,11 @@ class LineExecutor:
         return self._wire.inflight
 
     @property
+    def quiet_s(self) -> float:
+        """When the last request came back, on the executor's clock."""
+        return self._wire.quiet_s
+
+    @property
     def lines(self) -> int:
         """Lines in hand that have not ended."""
         return len(self._waiting) + len(self._running)

@@ -51,6 +51,8 @@ class LaneWire:
         self._clock = clock
         self.pacer = PrefillPacer(clock=clock)
         self._sent: dict[str, tuple[str, LineRun]] = {}
+        self.quiet_s = clock()
+        """When the last request came back, on the clock given."""
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -70,8 +72,7 @@ class LaneWire:
         request_id = run.next_request_id()
         self._sent[request_id] = (path, run)
         self._quiet.clear()
-        if len(self._sent) == 1:
-            self._on_change()
+        self._on_change()
         timeout_s = self._settings.slice_timeout_s if is_slice else self._settings.line_timeout_s
         if not is_slice:
             self.pacer.decoding(grant)
@@ -89,8 +90,9 @@ class LaneWire:
             else:
                 self.pacer.answered(grant)
             if not self._sent:
+                self.quiet_s = self._clock()
                 self._quiet.set()
-                self._on_change()
+            self._on_change()
 
     async def end_all(self, close: Callable[[LineRun], None]) -> tuple[int, int]:
         """End every request at the engine's next iteration; returns how many there were, and how many of them
