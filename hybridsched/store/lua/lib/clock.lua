@@ -1,0 +1,5 @@
+-- The server's clock in milliseconds, with microseconds as the fraction.
+local function clock_ms()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + tonumber(t[2]) / 1000
+end
