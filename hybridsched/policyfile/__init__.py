@@ -1,8 +1,8 @@
 """Policy files: TOML in, a checked `PoolPolicy` out, and back.
 
 Every mistake of a file is reported at once, each with its key, its line, what was given and what is allowed.
-The keys, their units and limits stand once, in `schema`; `dump_toml` writes them as comments and docs/policy.md
-is tested against them.
+The keys, their units and limits stand once, in `schema`; `dump_toml` writes them as comments, and
+docs/policy.md is tested against them.
 """
 
 from __future__ import annotations

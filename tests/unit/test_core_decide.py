@@ -1,0 +1,417 @@
+"""Decisions on a snapshot: each reason, the order of lanes, holds, the floor, autonomy and the budget."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from hybridsched.core.decide import decide
+from hybridsched.core.policies import REGISTRY
+from hybridsched.core.policy import Autonomy, IdlePolicy, PolicyKind, PoolPolicy
+from hybridsched.core.reasons import Reason
+from hybridsched.core.values import (
+    UNKNOWN,
+    Budget,
+    Gate,
+    GateDecision,
+    GateState,
+    Hold,
+    LaneView,
+    QueueView,
+    ReplicaView,
+    Signal,
+    Snapshot,
+)
+
+NOW = 1_000_000.0
+POLICY = PoolPolicy(name="p", kind=PolicyKind.IDLE_WINDOW)
+change = msgspec.structs.replace
+
+
+def sig(value: float, age_ms: float = 20.0) -> Signal:
+    return Signal(value=value, age_ms=age_ms)
+
+
+def replica(name: str = "r0", **changes: Signal | str) -> ReplicaView:
+    view = ReplicaView(
+        replica=name,
+        model="m",
+        online_inflight=sig(0),
+        online_idle_ms=sig(500),
+        engine_healthy=sig(1),
+        engine_running=sig(0),
+        engine_waiting=sig(0),
+        kv_use=sig(0.1),
+        frozen_ms=sig(0),
+    )
+    return change(view, **changes)
+
+
+def lane(name: str = "r0", **changes: object) -> LaneView:
+    view = LaneView(lane=name, replica=name, offline_inflight=sig(0), work=sig(10), epoch=3)
+    return change(view, **changes)
+
+
+def queue(**changes: Signal) -> QueueView:
+    return change(QueueView(model="m", depth=sig(0), oldest_wait_ms=sig(0)), **changes)
+
+
+def snap(
+    *,
+    replicas: tuple[ReplicaView, ...] | None = None,
+    lanes: tuple[LaneView, ...] | None = None,
+    queues: tuple[QueueView, ...] | None = None,
+    holds: tuple[Hold, ...] = (),
+) -> Snapshot:
+    return Snapshot(
+        pool="p",
+        now_ms=NOW,
+        replicas=(replica(),) if replicas is None else replicas,
+        lanes=(lane(),) if lanes is None else lanes,
+        queues=(queue(),) if queues is None else queues,
+        holds=holds,
+    )
+
+
+def one(snapshot: Snapshot, policy: PoolPolicy = POLICY) -> GateDecision:
+    (decision,) = decide(snapshot, policy)
+    return decision
+
+
+def open_gate(name: str = "r0", **changes: object) -> Gate:
+    gate = Gate(
+        lane=name,
+        state=GateState.OPEN,
+        reason=Reason.IDLE,
+        budget=Budget(max_inflight=64, chunk_tokens=1, slice_tokens=1),
+        at_ms=NOW - 100,
+    )
+    return change(gate, **changes)
+
+
+def idle_policy(**changes: object) -> PoolPolicy:
+    return change(POLICY, idle=change(IdlePolicy(), **changes))
+
+
+def test_an_idle_lane_with_work_opens_with_a_budget_and_its_epoch() -> None:
+    decision = one(snap())
+    assert (decision.state, decision.reason, decision.epoch) == (GateState.OPEN, Reason.IDLE, 3)
+    assert decision.budget == Budget(max_inflight=64, chunk_tokens=4096, slice_tokens=512)
+    assert decision.numbers["online_idle_ms"] == 520
+
+
+REPLICA_SIGNALS = {
+    "online_inflight": (Reason.TELEMETRY_MISSING, Reason.TELEMETRY_STALE),
+    "online_idle_ms": (Reason.TELEMETRY_MISSING, Reason.TELEMETRY_STALE),
+    "engine_healthy": (Reason.METRIC_MISSING, Reason.METRIC_STALE),
+    "engine_running": (Reason.METRIC_MISSING, Reason.METRIC_STALE),
+    "engine_waiting": (Reason.METRIC_MISSING, Reason.METRIC_STALE),
+    "kv_use": (Reason.METRIC_MISSING, Reason.METRIC_STALE),
+    "frozen_ms": (Reason.METRIC_MISSING, Reason.METRIC_STALE),
+}
+OPTIONAL_REPLICA_SIGNALS = {"ttft_p99_ms", "tpot_p99_ms", "gpu_activity"}
+LANE_SIGNALS = {
+    "offline_inflight": (Reason.TELEMETRY_MISSING, Reason.TELEMETRY_STALE),
+    "work": (Reason.NO_WORK, Reason.NO_WORK),
+}
+OPTIONAL_LANE_SIGNALS = {"offline_peak", "tokens_per_s"}
+QUEUE_SIGNALS = {"depth": (Reason.QUEUE_UNKNOWN, Reason.QUEUE_UNKNOWN)}
+OPTIONAL_QUEUE_SIGNALS = {"oldest_wait_ms"}
+
+UNUSABLE = {
+    "missing": (UNKNOWN, 0),
+    "no value": (Signal(value=None, age_ms=1.0), 0),
+    "not a number": (Signal(value=float("nan"), age_ms=1.0), 0),
+    "infinite": (Signal(value=float("inf"), age_ms=1.0), 0),
+    "no age": (Signal(value=0.0, age_ms=None), 0),
+    "stale": (Signal(value=1.0, age_ms=60_000.0), 1),
+    "from the future": (Signal(value=1.0, age_ms=-1.0), 1),
+}
+
+
+def signals_of(kind: type) -> set[str]:
+    return {f.name for f in msgspec.structs.fields(kind) if f.type is Signal}
+
+
+def test_every_signal_is_either_required_or_named_as_optional() -> None:
+    assert signals_of(ReplicaView) == set(REPLICA_SIGNALS) | OPTIONAL_REPLICA_SIGNALS
+    assert signals_of(LaneView) == set(LANE_SIGNALS) | OPTIONAL_LANE_SIGNALS
+    assert signals_of(QueueView) == set(QUEUE_SIGNALS) | OPTIONAL_QUEUE_SIGNALS
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+@pytest.mark.parametrize("name", REPLICA_SIGNALS)
+def test_a_required_signal_of_the_replica_that_is_unusable_closes(name: str, how: str) -> None:
+    bad, which = UNUSABLE[how]
+    decision = one(snap(replicas=(replica(**{name: bad}),)))
+    assert (decision.state, decision.reason) == (GateState.CLOSED, REPLICA_SIGNALS[name][which])
+    assert decision.numbers["signal"] == name
+    assert decision.budget.max_inflight == 0
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+@pytest.mark.parametrize("name", LANE_SIGNALS)
+def test_a_required_signal_of_the_lane_that_is_unusable_closes(name: str, how: str) -> None:
+    bad, which = UNUSABLE[how]
+    decision = one(snap(lanes=(lane(**{name: bad}),)))
+    assert (decision.state, decision.reason) == (GateState.CLOSED, LANE_SIGNALS[name][which])
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+@pytest.mark.parametrize("name", QUEUE_SIGNALS)
+def test_an_unusable_queue_depth_closes(name: str, how: str) -> None:
+    bad, _ = UNUSABLE[how]
+    assert one(snap(queues=(queue(**{name: bad}),))).reason is Reason.QUEUE_UNKNOWN
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+def test_optional_signals_that_are_unusable_leave_the_gate_open(how: str) -> None:
+    bad, _ = UNUSABLE[how]
+    snapshot = snap(
+        replicas=(replica(**dict.fromkeys(OPTIONAL_REPLICA_SIGNALS, bad)),),
+        lanes=(lane(**dict.fromkeys(OPTIONAL_LANE_SIGNALS, bad)),),
+    )
+    decision = one(snapshot)
+    assert decision.state is GateState.OPEN
+    assert decision.budget.chunk_tokens == POLICY.offline.chunk_first_tokens
+
+
+def test_a_replica_or_queue_that_is_not_there_closes() -> None:
+    assert one(snap(replicas=())).reason is Reason.TELEMETRY_MISSING
+    assert one(snap(queues=())).reason is Reason.QUEUE_UNKNOWN
+    assert one(snap(queues=(change(queue(), model="other"),))).reason is Reason.QUEUE_UNKNOWN
+
+
+def test_an_engine_that_fails_its_health_check_closes() -> None:
+    assert one(snap(replicas=(replica(engine_healthy=sig(0)),))).reason is Reason.ENGINE_UNHEALTHY
+
+
+def test_counters_that_stand_still_close_only_while_the_engine_holds_requests() -> None:
+    still = {"frozen_ms": sig(3000)}
+    held = replica(engine_running=sig(4), **still)
+    assert one(snap(replicas=(held,), lanes=(lane(offline_inflight=sig(4)),))).reason is Reason.METRIC_FROZEN
+    assert one(snap(replicas=(replica(**still),))).state is GateState.OPEN
+    moving = replica(engine_running=sig(4), frozen_ms=sig(2999))
+    assert one(snap(replicas=(moving,), lanes=(lane(offline_inflight=sig(4)),))).state is GateState.OPEN
+
+
+def test_online_requests_close() -> None:
+    busy = replica(online_inflight=sig(1), online_idle_ms=sig(0), engine_running=sig(1))
+    assert one(snap(replicas=(busy,))).reason is Reason.ONLINE_ACTIVE
+
+
+def test_the_window_counts_the_age_of_the_record_and_says_when_to_look_again() -> None:
+    waiting = one(snap(replicas=(replica(online_idle_ms=sig(100, 20)),)))
+    assert (waiting.reason, waiting.check_in_ms) == (Reason.IDLE_WINDOW, 30)
+    assert one(snap(replicas=(replica(online_idle_ms=sig(100, 50)),))).state is GateState.OPEN
+
+
+def test_a_record_from_before_the_fast_path_close_is_not_believed() -> None:
+    arrived = open_gate(state=GateState.CLOSED, reason=Reason.ONLINE_ARRIVED, at_ms=NOW - 20)
+    old = one(snap(lanes=(lane(gate=arrived),)))
+    assert (old.state, old.reason) == (GateState.CLOSED, Reason.ONLINE_ARRIVED)
+    newer = replica(online_inflight=sig(0, 19))
+    assert one(snap(replicas=(newer,), lanes=(lane(gate=arrived),))).state is GateState.OPEN
+
+
+def test_a_waiting_online_request_closes_unless_it_is_about_to_be_pulled() -> None:
+    assert one(snap(queues=(queue(depth=sig(1), oldest_wait_ms=UNKNOWN),))).reason is Reason.ONLINE_QUEUED
+    assert one(snap(queues=(queue(depth=sig(1), oldest_wait_ms=sig(40, 10)),))).reason is Reason.ONLINE_QUEUED
+    assert one(snap(queues=(queue(depth=sig(1), oldest_wait_ms=sig(5, 10)),))).state is GateState.OPEN
+    strict = idle_policy(queue_wait_ms=0.0)
+    assert one(snap(queues=(queue(depth=sig(1)),)), strict).reason is Reason.ONLINE_QUEUED
+
+
+class TestForeignLoad:
+    def test_requests_that_are_not_ours_close(self) -> None:
+        decision = one(snap(replicas=(replica(engine_running=sig(2), engine_waiting=sig(1)),)))
+        assert (decision.reason, decision.numbers["foreign"]) == (Reason.FOREIGN_LOAD, 3)
+
+    def test_a_tolerance_may_be_set(self) -> None:
+        view = replica(engine_running=sig(2))
+        assert one(snap(replicas=(view,)), idle_policy(foreign_tolerance=2)).state is GateState.OPEN
+
+    def test_a_scrape_older_than_the_idle_span_cannot_tell(self) -> None:
+        before = replica(engine_running=sig(6, 600), online_idle_ms=sig(500, 0))
+        assert one(snap(replicas=(before,))).state is GateState.OPEN
+        lagging = replica(engine_running=sig(6, 450), online_idle_ms=sig(500, 0))
+        assert one(snap(replicas=(lagging,))).state is GateState.OPEN
+        after = replica(engine_running=sig(6, 400), online_idle_ms=sig(500, 0))
+        assert one(snap(replicas=(after,))).reason is Reason.FOREIGN_LOAD
+
+    def test_own_requests_that_just_ended_are_not_foreign(self) -> None:
+        view = replica(engine_running=sig(40))
+        peak = lane(offline_inflight=sig(3), offline_peak=sig(40), gate=open_gate())
+        assert one(snap(replicas=(view,), lanes=(peak,))).state is GateState.OPEN
+        open_lane = lane(offline_inflight=sig(3), gate=open_gate())
+        assert one(snap(replicas=(view,), lanes=(open_lane,))).state is GateState.OPEN
+
+    def test_requests_just_sent_do_not_show_yet(self) -> None:
+        sent = lane(offline_inflight=sig(64), gate=open_gate())
+        assert one(snap(lanes=(sent,))).state is GateState.OPEN
+
+    def test_more_than_an_open_lane_can_hold_is_foreign(self) -> None:
+        view = replica(engine_running=sig(65))
+        full = lane(offline_inflight=sig(64), gate=open_gate())
+        assert one(snap(replicas=(view,), lanes=(full,))).reason is Reason.FOREIGN_LOAD
+        peak = lane(offline_inflight=sig(3), offline_peak=sig(8), gate=open_gate())
+        decision = one(snap(replicas=(replica(engine_running=sig(9)),), lanes=(peak,)))
+        assert decision.reason is Reason.FOREIGN_LOAD
+
+
+class TestGpuActivity:
+    def test_it_is_not_looked_at_unless_asked_for(self) -> None:
+        assert one(snap(replicas=(replica(gpu_activity=sig(1.0)),))).state is GateState.OPEN
+
+    def test_asked_for_it_must_be_known_and_low(self) -> None:
+        policy = idle_policy(max_gpu_activity=0.1)
+        assert one(snap(), policy).reason is Reason.METRIC_MISSING
+        stale = replica(gpu_activity=sig(0.0, 9_000))
+        assert one(snap(replicas=(stale,)), policy).reason is Reason.METRIC_STALE
+        assert one(snap(replicas=(replica(gpu_activity=sig(0.2)),)), policy).reason is Reason.GPU_ACTIVE
+        assert one(snap(replicas=(replica(gpu_activity=sig(0.1)),)), policy).state is GateState.OPEN
+
+    def test_with_own_work_it_says_nothing(self) -> None:
+        policy = idle_policy(max_gpu_activity=0.1)
+        own = lane(offline_inflight=sig(5), gate=open_gate())
+        view = replica(gpu_activity=sig(1.0), engine_running=sig(5))
+        assert one(snap(replicas=(view,), lanes=(own,)), policy).state is GateState.OPEN
+
+
+class TestWork:
+    def test_no_worker_or_nothing_to_run_closes(self) -> None:
+        assert one(snap(lanes=(lane(work=UNKNOWN),))).reason is Reason.NO_WORK
+        assert one(snap(lanes=(lane(work=sig(0)),))).reason is Reason.NO_WORK
+
+    def test_the_last_lines_in_flight_keep_the_gate_open(self) -> None:
+        last = lane(work=sig(0), offline_inflight=sig(2), gate=open_gate())
+        assert one(snap(replicas=(replica(engine_running=sig(2)),), lanes=(last,))).state is GateState.OPEN
+
+
+class TestHolds:
+    def hold(self, where: str, until_ms: float | None = None) -> Hold:
+        return Hold(lane=where, by="ops", why="maintenance", until_ms=until_ms)
+
+    @pytest.mark.parametrize("where", ["", "*", "r0"])
+    @pytest.mark.parametrize("kind", list(PolicyKind))
+    def test_a_hold_of_the_lane_or_the_pool_closes_under_every_policy(
+        self, where: str, kind: PolicyKind
+    ) -> None:
+        decision = one(snap(holds=(self.hold(where),)), change(POLICY, kind=kind))
+        assert (decision.state, decision.reason) == (GateState.CLOSED, Reason.HELD)
+        assert decision.numbers["why"] == "maintenance"
+
+    def test_a_hold_of_another_lane_or_one_that_has_ended_does_not(self) -> None:
+        holds = (self.hold("r1"), self.hold("r0", until_ms=NOW), self.hold("", until_ms=NOW - 1))
+        assert one(snap(holds=holds)).state is GateState.OPEN
+        assert one(snap(holds=(self.hold("r0", until_ms=NOW + 1),))).reason is Reason.HELD
+
+
+class TestFloor:
+    def pool(self, count: int, open_lanes: tuple[int, ...] = ()) -> Snapshot:
+        return snap(
+            replicas=tuple(replica(f"r{i}") for i in range(count)),
+            lanes=tuple(
+                lane(f"r{i}", gate=open_gate(f"r{i}") if i in open_lanes else None) for i in range(count)
+            ),
+        )
+
+    def opened(self, snapshot: Snapshot, floor: int) -> list[str]:
+        decisions = decide(snapshot, change(POLICY, floor_gpus=floor))
+        closed = {d.reason for d in decisions if d.state is GateState.CLOSED}
+        assert closed <= {Reason.FLOOR, Reason.ENGINE_UNHEALTHY}
+        return [d.lane for d in decisions if d.state is GateState.OPEN]
+
+    def test_it_leaves_online_its_replicas(self) -> None:
+        assert self.opened(self.pool(4), 1) == ["r0", "r1", "r2"]
+        assert self.opened(self.pool(4), 4) == []
+        assert self.opened(self.pool(4), 9) == []
+
+    def test_lanes_that_are_open_keep_their_place(self) -> None:
+        assert self.opened(self.pool(4, open_lanes=(3,)), 3) == ["r3"]
+
+    def test_a_replica_that_is_not_healthy_is_not_left_for_online(self) -> None:
+        snapshot = self.pool(3)
+        sick = change(snapshot.replicas[0], engine_healthy=sig(0))
+        snapshot = change(snapshot, replicas=(sick, *snapshot.replicas[1:]))
+        assert self.opened(snapshot, 1) == ["r1"]
+
+    def test_two_lanes_of_one_replica_count_once(self) -> None:
+        snapshot = snap(
+            replicas=(replica("r0"), replica("r1")),
+            lanes=(lane("r0"), change(lane("r0b"), replica="r0"), lane("r1")),
+        )
+        assert self.opened(snapshot, 1) == ["r0", "r0b"]
+
+
+class TestAutonomy:
+    @pytest.mark.parametrize("autonomy", [Autonomy.SUGGEST, Autonomy.APPROVE])
+    def test_it_closes_what_would_open_and_says_what_that_is(self, autonomy: Autonomy) -> None:
+        decision = one(snap(), change(POLICY, autonomy=autonomy))
+        assert (decision.state, decision.reason) == (GateState.CLOSED, Reason.AUTONOMY)
+        assert decision.budget.max_inflight == 0
+        assert decision.numbers["would"] == "open"
+        assert decision.numbers["would_reason"] == "idle"
+        assert decision.numbers["would_max_inflight"] == 64
+
+    def test_what_would_stay_closed_keeps_its_reason(self) -> None:
+        busy = replica(online_inflight=sig(1))
+        decision = one(snap(replicas=(busy,)), change(POLICY, autonomy=Autonomy.SUGGEST))
+        assert decision.reason is Reason.ONLINE_ACTIVE
+
+
+class TestBudget:
+    def test_slots_for_online_are_left(self) -> None:
+        policy = change(POLICY, engine=change(POLICY.engine, max_num_seqs=40))
+        assert one(snap(), policy).budget.max_inflight == 8
+
+    def test_without_a_slot_the_gate_stays_closed(self) -> None:
+        policy = change(POLICY, engine=change(POLICY.engine, max_num_seqs=32))
+        assert one(snap(), policy).reason is Reason.NO_ROOM
+
+    def test_a_full_kv_cache_admits_no_more(self) -> None:
+        full = replica(kv_use=sig(0.9), engine_running=sig(20))
+        running = lane(offline_inflight=sig(20), gate=open_gate())
+        assert one(snap(replicas=(full,), lanes=(running,))).budget.max_inflight == 20
+        assert one(snap(replicas=(replica(kv_use=sig(0.9)),))).reason is Reason.NO_ROOM
+
+    def test_a_scrape_from_before_our_last_requests_ended_does_not_shut_the_lane(self) -> None:
+        old = replica(kv_use=sig(0.9), engine_running=sig(20))
+        ended = lane(offline_inflight=sig(0), offline_peak=sig(20), gate=open_gate())
+        assert one(snap(replicas=(old,), lanes=(ended,))).budget.max_inflight == 64
+
+    def test_chunks_follow_the_measured_throughput(self) -> None:
+        assert one(snap(lanes=(lane(tokens_per_s=sig(1000)),))).budget.chunk_tokens == 5000
+
+
+class TestBaselines:
+    def test_unprotected_opens_whatever_online_does(self) -> None:
+        policy = change(POLICY, kind=PolicyKind.UNPROTECTED)
+        decision = one(snap(replicas=(replica(online_inflight=sig(9)),), queues=()), policy)
+        assert (decision.state, decision.reason) == (GateState.OPEN, Reason.UNPROTECTED)
+        assert one(snap(replicas=()), policy).state is GateState.OPEN
+        assert one(snap(lanes=(lane(work=UNKNOWN),)), policy).reason is Reason.NO_WORK
+        packed = replica(online_inflight=sig(250))
+        assert one(snap(replicas=(packed,)), policy).reason is Reason.NO_ROOM
+
+    def test_online_only_never_opens(self) -> None:
+        assert one(snap(), change(POLICY, kind=PolicyKind.ONLINE_ONLY)).reason is Reason.POLICY_CLOSED
+
+    def test_every_kind_has_its_function(self) -> None:
+        assert set(REGISTRY) == set(PolicyKind)
+
+
+def test_decisions_keep_the_order_of_lanes_and_are_deterministic() -> None:
+    names = [f"r{i}" for i in (5, 1, 9, 0)]
+    snapshot = snap(
+        replicas=tuple(replica(name) for name in sorted(names)), lanes=tuple(lane(name) for name in names)
+    )
+    decisions = decide(snapshot, POLICY)
+    assert [d.lane for d in decisions] == names
+    assert decide(snapshot, POLICY) == decisions
+
+
+def test_the_grace_of_the_policy_goes_with_every_decision() -> None:
+    policy = change(POLICY, pause=change(POLICY.pause, grace_ms=40.0))
+    assert one(snap(), policy).grace_ms == 40
+    assert one(snap(replicas=()), policy).grace_ms == 40
