@@ -1,0 +1,212 @@
+"""Request bodies as vLLM takes them, its error objects, and the checks between the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from hybridsched.engines.simulated import tokens
+
+
+class ApiError(Exception):
+    """An answer other than success, in vLLM's shape."""
+
+    def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, kind="BadRequestError", param=param)
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class _Common(msgspec.Struct):
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    return_token_ids: bool | None = None
+    priority: int = 0
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+
+
+class CompletionBody(_Common):
+    prompt: str | list[int | str | list[int]] | None = None
+    logprobs: int | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(_Common):
+    messages: list[Message] = msgspec.field(default_factory=list)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    add_generation_prompt: bool = True
+
+
+class EmbeddingBody(msgspec.Struct):
+    model: str | None = None
+    input: str | list[int | str | list[int]] | None = None
+    dimensions: int | None = None
+    encoding_format: str = "float"
+    priority: int = 0
+    add_special_tokens: bool = True
+
+
+class TokenizeBody(msgspec.Struct):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+    model: str | None = None
+
+
+class AbortBody(msgspec.Struct):
+    request_ids: list[str] = msgspec.field(default_factory=list)
+
+
+def prompts_of(
+    value: str | list[int | str | list[int]] | None, *, special: bool, name: str
+) -> list[list[int]]:
+    """The token ids of each prompt in a `prompt` or `input` value.
+
+    Raises:
+        ApiError: empty, mixed, or a token id outside the vocabulary.
+    """
+    if isinstance(value, str):
+        return [_text(value, special)]
+    if not value:
+        raise bad_request(f"{name} must be a non-empty string, list of token ids, or list of prompts", name)
+    first = value[0]
+    if isinstance(first, int):
+        return [_ids(value, name)]
+    out: list[list[int]] = []
+    for item in value:
+        if isinstance(item, str):
+            out.append(_text(item, special))
+        elif isinstance(item, list):
+            out.append(_ids(item, name))
+        else:
+            raise bad_request(f"{name} mixes token ids with prompts; give one kind", name)
+    return out
+
+
+def _text(text: str, special: bool) -> list[int]:
+    return [tokens.BOS, *tokens.encode(text)] if special else tokens.encode(text)
+
+
+def _ids(value: list[Any], name: str) -> list[int]:
+    if not value:
+        raise bad_request(f"{name} must not be an empty list of token ids", name)
+    try:
+        low, high = min(value), max(value)
+    except TypeError:
+        raise bad_request(f"{name} mixes token ids with prompts; give one kind", name) from None
+    if not isinstance(low, int) or not isinstance(high, int):
+        raise bad_request(f"{name} mixes token ids with prompts; give one kind", name)
+    if low < 0 or high >= tokens.VOCAB_SIZE:
+        wrong = low if low < 0 else high
+        raise bad_request(f"Token id {wrong} is out of vocabulary (0 to {tokens.VOCAB_SIZE - 1})", name)
+    return value
+
+
+def chat_ids(messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
+    """Token ids of a conversation under the simulated chat template."""
+    pairs: list[tuple[str, str]] = []
+    for message in messages:
+        content = message.content
+        if isinstance(content, list):
+            parts = [p.get("text") for p in content if p.get("type") in (None, "text")]
+            if len(parts) != len(content) or not all(isinstance(p, str) for p in parts):
+                raise bad_request("only text content parts are supported by the simulated engine", "messages")
+            content = "\n".join(str(p) for p in parts)
+        pairs.append((message.role, content or ""))
+    return tokens.chat_prompt(pairs, add_generation_prompt=add_generation_prompt)
+
+
+def check_sampling(body: _Common) -> None:
+    """Refuse what vLLM refuses, and what the simulation cannot do.
+
+    Raises:
+        ApiError: with the parameter's name.
+    """
+    n = 1 if body.n is None else body.n
+    if n < 1:
+        raise bad_request(f"n must be at least 1, got {n}.", "n")
+    if n > 1:
+        raise bad_request(f"n must be 1 on the simulated engine, got {n}; send {n} requests instead.", "n")
+    if body.temperature is not None and body.temperature < 0:
+        raise bad_request(f"temperature must be non-negative, got {body.temperature}.", "temperature")
+    if body.top_p is not None and not 0 < body.top_p <= 1:
+        raise bad_request(f"top_p must be in (0, 1], got {body.top_p}.", "top_p")
+    if body.min_tokens < 0:
+        raise bad_request(
+            f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.", "min_tokens"
+        )
+    if body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs is not supported by the simulated engine", "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
+
+
+def output_limit(asked: int | None, *, prompt_tokens: int, max_model_len: int, default: int | None) -> int:
+    """How many tokens a request may produce. `default` None means: up to the model's context.
+
+    Raises:
+        ApiError: below 1, or prompt and output exceed the context.
+    """
+    if prompt_tokens >= max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {max_model_len} tokens. However, your request has "
+            f"{prompt_tokens} input tokens. Please reduce the length of the input messages.",
+            "input_tokens",
+        )
+    if asked is None:
+        room = max_model_len - prompt_tokens
+        return room if default is None else min(default, room)
+    if asked < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {asked}.", "max_tokens")
+    if prompt_tokens + asked > max_model_len:
+        raise bad_request(
+            f"'max_tokens' or 'max_completion_tokens' is too large: {asked}. This model's maximum context "
+            f"length is {max_model_len} tokens and your request has {prompt_tokens} input tokens "
+            f"({asked} > {max_model_len} - {prompt_tokens}).",
+            "max_tokens",
+        )
+    return asked
+
+
+def stops_of(body: _Common) -> tuple[str, ...]:
+    if body.stop is None:
+        return ()
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
