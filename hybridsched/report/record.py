@@ -100,10 +100,14 @@ class BatchCheck(Value, frozen=True, kw_only=True):
     """Prompt tokens of the completed lines."""
     output_tokens: int = 0
     """Tokens in the output of completed lines."""
+    wrong_length: int = 0
+    """Completed lines whose output is not as long as they asked for with `ignore_eos`."""
+    kept_prompt_tokens: int = 0
+    """Prompt tokens of the unfinished lines that have kept output."""
     kept_tokens: int = 0
-    """Tokens of unfinished lines that are kept for their continuation."""
-    tokens_recomputed: int = 0
-    """Tokens computed more than once, see docs/report.md."""
+    """Output tokens of unfinished lines that are kept for their continuation."""
+    worker_recomputed: int = 0
+    """Tokens that the offline workers themselves count as computed again."""
 
 
 class PolicyStats(Value, frozen=True, kw_only=True):
@@ -111,7 +115,8 @@ class PolicyStats(Value, frozen=True, kw_only=True):
     version: int = 0
     slo: SloPolicy = SloPolicy()
     cycles: int = 0
-    cycle_ms: tuple[float, ...] = ()
+    cycle_ms: dict[str, float | None] = msgspec.field(default_factory=dict)
+    """p50 and p99 of the recent cycles, as the policy worker measured them, wall time."""
 
 
 class PassRecord(Value, frozen=True, kw_only=True):

@@ -116,6 +116,34 @@ def harvest_summary(record: RunRecord) -> tuple[dict[str, Any], list[dict[str, A
     }, table
 
 
+def offline_summary(record: RunRecord) -> dict[str, Any]:
+    """The `offline` part: lines as the files show them, tokens as the engines logged them.
+
+    Every token of a finished line must be computed once: its prompt and its output. What the engines
+    computed beyond that, and beyond what is kept of unfinished lines, was computed again or was the price of
+    feeding prompts by slices (one token a slice).
+    """
+    batch = record.batch
+    iterations = [it for log in record.together.engines for it in log.iterations]
+    computed = sum(it.poff + it.goff for it in iterations)
+    needed = batch.prompt_tokens + batch.output_tokens + batch.kept_prompt_tokens + batch.kept_tokens
+    return {
+        "lines": batch.lines,
+        "completed": batch.completed,
+        "failed": batch.failed,
+        "remaining": batch.remaining,
+        "duplicates": batch.duplicates,
+        "missing": batch.missing,
+        "output_tokens": batch.output_tokens,
+        "tokens_recomputed": max(0, computed - needed),
+        "tokens_recomputed_by_workers": batch.worker_recomputed,
+        "tokens_computed": computed,
+        "prompt_tokens": batch.prompt_tokens,
+        "kept_tokens": batch.kept_tokens,
+        "wrong_length": batch.wrong_length,
+    }
+
+
 def pause_summary(run: PassRecord, speed: float) -> dict[str, Any]:
     """The `pauses` part. `count` is of pauses: signals that found offline work on the lane."""
     every = harvest.pauses(run)
@@ -200,30 +228,18 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     online = online_summary(run.online, slo, speed)
     alone = online_summary(record.baseline.online, slo, speed) if record.baseline else None
     harvested, table = harvest_summary(record)
-    batch = record.batch
     summary: dict[str, Any] = {
         "schema": SCHEMA,
         "online": online,
         "online_only": alone,
-        "offline": {
-            "lines": batch.lines,
-            "completed": batch.completed,
-            "failed": batch.failed,
-            "remaining": batch.remaining,
-            "duplicates": batch.duplicates,
-            "missing": batch.missing,
-            "output_tokens": batch.output_tokens,
-            "prompt_tokens": batch.prompt_tokens,
-            "kept_tokens": batch.kept_tokens,
-            "tokens_recomputed": batch.tokens_recomputed,
-        },
+        "offline": offline_summary(record),
         "harvest": harvested,
         "pauses": pause_summary(run, speed),
         "policy": {
             "name": record.policy.name,
             "version": record.policy.version,
             "cycles": record.policy.cycles,
-            "cycle_ms": spread(record.policy.cycle_ms, "p50", "p99"),
+            "cycle_ms": {"p50": None, "p99": None} | record.policy.cycle_ms,
             "slo_ms": {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms},
         },
         "wall_s": round(record.wall_s, 3),

@@ -118,18 +118,17 @@ def make_record(*, baseline: bool = True) -> RunRecord:
         gpus=2,
         duration_s=60.0,
         trace="made-up.csv",
-        policy=PolicyStats(
-            name="idle-window", version=1, cycles=120, cycle_ms=tuple(1 + n / 100 for n in range(100))
-        ),
+        policy=PolicyStats(name="idle-window", version=1, cycles=120, cycle_ms={"p50": 1.49, "p99": 1.98}),
         batch=BatchCheck(
             lines=500,
             completed=300,
             failed=2,
             remaining=198,
-            prompt_tokens=9000,
-            output_tokens=6000,
+            prompt_tokens=29_000,
+            output_tokens=14_900,
+            kept_prompt_tokens=800,
             kept_tokens=24,
-            tokens_recomputed=40,
+            worker_recomputed=190,
         ),
         together=_pass(offline=True, slower=1.04),
         baseline=_pass(offline=False, slower=1.0) if baseline else None,
