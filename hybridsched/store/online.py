@@ -249,10 +249,11 @@ class OnlineQueue:
             lost |= {(model, entry.decode()) for entry in answer}
         return [request for request in held if (request.model, request.entry) in lost]
 
-    async def release(self, request: Claimed) -> str:
-        """Give a request back that was not run; it goes to the end of its queue, its attempt not counted.
+    async def release(self, request: Claimed, *, count: bool = False) -> str:
+        """Give a request back that sent nothing yet; it goes to the end of its queue.
 
-        Returns `released`, or how it ended instead: `cancelled`, `expired`, `failed` (its client has seen
+        `count`: the attempt counts, because an engine was tried and failed. The caller looks at
+        `limits.max_attempts` before; it is not checked here. Returns `released`, or how it ended instead: `cancelled`, `expired`, `failed` (its client has seen
         tokens already), `lost`.
         """
         limits, replica = self.limits, request.consumer.rpartition(":")[0]
@@ -262,7 +263,7 @@ class OnlineQueue:
                 self._request_keys(request),
                 [
                     *(self.keys.prefix, request.consumer, request.entry, replica),
-                    *(limits.keep_ms, limits.reply_ttl_ms, limits.reply_maxlen),
+                    *(limits.keep_ms, limits.reply_ttl_ms, limits.reply_maxlen, int(count)),
                 ],
             )
             if not word.startswith(b"="):

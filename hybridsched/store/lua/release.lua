@@ -1,10 +1,11 @@
--- Give back a claimed request that was not run (a worker that stops, an engine that is full). The attempt does
--- not count. A cancelled or expired one is answered instead; one whose client has seen tokens cannot be given
+-- Give back a claimed request that was not run (a worker that stops, an engine that failed before it sent
+-- anything). The caller says whether the attempt counts. A cancelled or expired one is answered instead; one whose client has seen tokens cannot be given
 -- back and fails.
 --
 -- KEYS 1 its hash   2 its stream   3 the reply stream that its entry names   4 replicas hash of its model
 -- ARGV 1 prefix   2 consumer   3 entry id   4 replica that gives it back (it is not the one woken)
 --      5 how long a result is kept, ms   6 life of the reply stream after this, ms   7 its MAXLEN
+--      8 1: the attempt counts, 0: it does not
 -- Returns released | cancelled | expired | failed | lost (not the caller's any more) | "=" and the reply
 --   stream to use instead.
 --@include clock
@@ -40,6 +41,6 @@ if word then
   answer(keys, entry, id, attempt, result, limits)
   return word
 end
-requeue(keys, entry, flat, attempt)
+requeue(keys, entry, flat, attempt + tonumber(ARGV[8]))
 wake(KEYS[4], ARGV[1], least_loaded(KEYS[4], now, ARGV[4]))
 return 'released'
