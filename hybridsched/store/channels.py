@@ -18,14 +18,14 @@ def entries(answer: Any) -> list[tuple[str, dict[bytes, bytes]]]:
     return [(key.decode(), fields) for key, fields in answer or () if fields is not None]
 
 
-async def messages(client: Redis, channel: str) -> AsyncIterator[bytes | None]:
-    """Messages of one channel; None each time a subscription begins, as what came before it is lost.
+async def messages(client: Redis, *channels: str) -> AsyncIterator[bytes | None]:
+    """Messages of the channels; None each time a subscription begins, as what came before it is lost.
 
     Delivery is at most once: whoever relies on a message must also poll. Raises redis-py's errors when the
     connection is lost and cannot be had again at once.
     """
     async with aclosing(client.pubsub()) as subscription:
-        await subscription.subscribe(channel)
+        await subscription.subscribe(*channels)
         while True:
             message = await subscription.get_message(timeout=SILENCE_S)
             if message is None:

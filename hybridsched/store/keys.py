@@ -163,6 +163,11 @@ class Keys:
         return f"{self.prefix}holds"
 
     @property
+    def policy_worker(self) -> str:
+        """String: JSON of `workers.policy_stats.WorkerStatus`, PX."""
+        return f"{self.prefix}policy-worker"
+
+    @property
     def decisions(self) -> str:
         """Stream: one record a cycle of the policy worker."""
         return f"{self.prefix}decisions"

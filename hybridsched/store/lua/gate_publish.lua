@@ -12,12 +12,15 @@
 --
 -- Returns one integer for each lane: 1 changed and announced, 2 renewed as it stood,
 -- 0 refused because the epoch has moved, -1 refused because the caller does not lead.
--- A renewal keeps the stored text, so "at_ms" stays the time of the last change.
+-- A renewal keeps the stored text, so "at_ms" stays the time of the last change. The fast path's own close
+-- (reason online_arrived) is renewed as it stands when the caller agrees: its time tells later decisions which
+-- records are older than that arrival.
 local lanes = (#KEYS - 1) / 2
 local token = ARGV[1]
 local leads = token ~= '' and redis.call('GET', KEYS[1]) == token
 local now = redis.call('TIME')
 local at_ms = string.format('%.3f', tonumber(now[1]) * 1000 + tonumber(now[2]) / 1000)
+local arrived = '"reason":"online_arrived"'
 local answer = {}
 for i = 1, lanes do
   local gate, epoch_key = KEYS[2 * i], KEYS[2 * i + 1]
@@ -31,7 +34,11 @@ for i = 1, lanes do
   else
     local stable = body .. ',"epoch":' .. epoch .. ',"at_ms":'
     local old = redis.call('GET', gate)
-    if old and string.sub(old, 1, #stable) == stable then
+    local same = old and string.sub(old, 1, #stable) == stable
+    if old and not same and state == 'closed' and string.find(body, arrived, 1, true) then
+      same = string.find(old, arrived, 1, true)
+    end
+    if same then
       redis.call('PEXPIRE', gate, lease)
       answer[i] = 2
     else

@@ -1,0 +1,378 @@
+"""The policy worker: observe, decide, act, record. One leads a pool; others stand by.
+
+The decisions are `hybridsched.core.decide`; this module only says when a cycle runs and carries out what it
+decided. Whatever goes wrong here, gates close by themselves: each is a lease of `cycle.lease_ms`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from redis.exceptions import RedisError
+
+from hybridsched.core.codec import DecisionRecord
+from hybridsched.core.decide import decide
+from hybridsched.core.policy import PoolPolicy
+from hybridsched.core.reasons import Reason
+from hybridsched.core.values import Gate, GateDecision, GateState, Snapshot
+from hybridsched.log import get_logger
+from hybridsched.store.channels import messages
+from hybridsched.store.connection import async_client, redact
+from hybridsched.store.decisions import DecisionLog, cut
+from hybridsched.store.events import EventLog
+from hybridsched.store.gates import GateStore, Outcome
+from hybridsched.store.keys import Keys
+from hybridsched.store.leader import LeaderLease
+from hybridsched.workers.policy_observe import Observation, Observer
+from hybridsched.workers.policy_pace import Pace
+from hybridsched.workers.policy_source import PolicySource
+from hybridsched.workers.policy_stats import CycleStats, WorkerStatus
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+STANDBY_POLL_S = 0.1
+"""How often a standby asks whether it may lead."""
+
+HEARTBEAT_S = 2.0
+"""A decision record is written at least this often, also when nothing changed."""
+
+STATUS_S = 0.5
+"""How often the worker's own state is published."""
+
+STATUS_LIFE_MS = 60_000
+"""Life of that state: long enough for a report that is written after the worker has ended."""
+
+CUT_ABOVE_LANES = 64
+"""Pools with more lanes log only the part of a snapshot that changed, and the whole at heartbeats."""
+
+_BACK_OFF_S = (0.05, 1.0)
+_log = get_logger("policy-worker")
+
+
+class PolicyWorkerError(Exception):
+    """The worker may not run: another one leads and this one may not stand by."""
+
+
+class PolicyWorker:
+    """One policy worker of a pool. `speed`: how many times faster than the wall the pool's engines run."""
+
+    def __init__(
+        self, client: Redis, pool: str, *, speed: float = 1.0, standby: bool = True, owner: str | None = None
+    ) -> None:
+        self._client = client
+        self._pool = pool
+        self._keys = Keys(pool)
+        self._speed = speed
+        self._standby = standby
+        self._observer = Observer(client, pool)
+        self._gates = GateStore(client, pool)
+        self._log = DecisionLog(client, pool)
+        self.events = EventLog(client, pool)
+        self.lease = LeaderLease(client, pool, owner=owner)
+        self.policy = PolicySource(speed)
+        self.stats = CycleStats()
+        self.pace = Pace()
+        self._recorded: dict[str, tuple[GateState, Reason]] = {}
+        self._announced: dict[str, tuple[GateState, Reason]] = {}
+        self._renewed: dict[str, float] = {}
+        self._record_due = 0.0
+        self._status_due = 0.0
+        self._lead_due = 0.0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Lead or stand by until `stop` is set; then close the gates and give the leadership up.
+
+        Redis may come and go. Raises `PolicyWorkerError` when another leads and `standby` is off.
+        """
+        nudges = asyncio.create_task(self._listen(), name="policy-nudges")
+        ending = asyncio.create_task(self._wake_at_end(stop), name="policy-stop")
+        back_off = _BACK_OFF_S[0]
+        reached = True
+        try:
+            while not stop.is_set():
+                try:
+                    if await self._lead():
+                        await self.cycle()
+                        await self.pace.wait(self.stats.last_ms / 1000.0)
+                    else:
+                        await self.pace.sleep(STANDBY_POLL_S)
+                    back_off = _BACK_OFF_S[0]
+                    reached = True
+                except (RedisError, OSError) as error:
+                    if reached:
+                        reached = False
+                        _log.warning(
+                            "Redis cannot be used, so no gate is renewed and all close by their lease. "
+                            "Check the server; the worker goes on trying.",
+                            key="policy_redis_outage",
+                            error=str(error),
+                        )
+                    self._lead_due = 0.0
+                    await self.pace.sleep(back_off)
+                    back_off = min(back_off * 2, _BACK_OFF_S[1])
+        finally:
+            for task in (nudges, ending):
+                task.cancel()
+            await asyncio.gather(nudges, ending, return_exceptions=True)
+            await self._leave()
+
+    async def _lead(self) -> bool:
+        """Hold the leadership, asking no more often than a fifth of its lease."""
+        now = time.monotonic()
+        if self.lease.token and now < self._lead_due:
+            return True
+        before = self.lease.token
+        leads = await self.lease.acquire()
+        self._lead_due = now + self.lease.lease_ms / 5000.0
+        if not leads:
+            if before:
+                _log.warning(
+                    "Another policy worker leads the pool now; this one stands by.",
+                    key="policy_leadership_lost",
+                    leader=self.lease.leader,
+                )
+            if not self._standby:
+                raise PolicyWorkerError(
+                    f"pool {self._pool!r} is led by another policy worker ({self.lease.leader}); "
+                    f"stop that one, or start this one as a standby"
+                )
+            return False
+        if self.lease.token != before:
+            _log.info("Leading the pool.", key="policy_leading", pool=self._pool, token=self.lease.token)
+            self._recorded.clear()
+            self._announced.clear()
+            self._renewed.clear()
+        return True
+
+    async def cycle(self) -> tuple[GateDecision, ...]:
+        """One cycle. The worker must lead. Raises what the Redis client raises."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        # 1. Observe.
+        seen = await self._observer.look()
+        policy = self.policy.take(seen.policy)
+        # 2. Decide.
+        decisions = _all_closed(seen.snapshot) if policy is None else decide(seen.snapshot, policy)
+        # 3. Act.
+        outcomes = await self._act(seen, decisions, policy)
+        # 4. Record.
+        await self._record(seen, decisions, outcomes, policy)
+        self.pace.plan(seen, decisions, policy)
+        self.stats.add((time.perf_counter() - wall) * 1000.0, (time.thread_time() - cpu) * 1000.0)
+        return decisions
+
+    async def _act(
+        self, seen: Observation, decisions: tuple[GateDecision, ...], policy: PoolPolicy | None
+    ) -> dict[str, Outcome]:
+        """Publish the gates that differ from those in Redis, and renew those whose lease is a third over."""
+        cycle = (policy or self.policy.fallback).cycle
+        version = 0 if policy is None else policy.version
+        renew_before = seen.mono_s - cycle.lease_ms / 3000.0
+        gates = []
+        for lane, decision in zip(seen.snapshot.lanes, decisions, strict=True):
+            gate = _gate(decision, version, self.lease.token)
+            fresh = self._renewed.get(decision.lane, 0.0) > renew_before
+            if not (fresh and _stands(lane.gate, gate)):
+                gates.append(gate)
+        if not gates:
+            return {}
+        answers = await self._gates.publish_many(
+            gates, leader_token=self.lease.token, lease_ms=cycle.lease_ms
+        )
+        outcomes = {gate.lane: outcome for gate, outcome in zip(gates, answers, strict=True)}
+        mono_s = time.monotonic()
+        for gate in gates:
+            outcome = outcomes[gate.lane]
+            if outcome is Outcome.NOT_LEADER:
+                # Fenced out: whatever this process believes, another may lead. Ask before the next cycle.
+                self._lead_due = 0.0
+            elif outcome is not Outcome.EPOCH_MOVED:
+                self._renewed[gate.lane] = seen.mono_s
+                self._announce(gate, mono_s)
+        return outcomes
+
+    def _announce(self, gate: Gate, mono_s: float) -> None:
+        """An event for reports, when the lane's state or reason has changed."""
+        if self._announced.get(gate.lane) != (gate.state, gate.reason):
+            self._announced[gate.lane] = (gate.state, gate.reason)
+            self.events.append(
+                {"t": "gate", "lane": gate.lane, "state": gate.state, "reason": gate.reason, "mono_s": mono_s}
+            )
+
+    async def _record(
+        self,
+        seen: Observation,
+        decisions: tuple[GateDecision, ...],
+        outcomes: dict[str, Outcome],
+        policy: PoolPolicy | None,
+    ) -> None:
+        """Log the decisions on change and as a heartbeat; publish the worker's state. One round trip."""
+        now = time.monotonic()
+        changed = [d.lane for d in decisions if self._recorded.get(d.lane) != (d.state, d.reason)]
+        heartbeat = now >= self._record_due
+        status = now >= self._status_due
+        if not (changed or heartbeat or status):
+            return
+        pipe = self._client.pipeline(transaction=False)
+        if policy is not None and (changed or heartbeat):
+            whole = heartbeat or len(decisions) <= CUT_ABOVE_LANES or policy.floor_gpus > 0
+            lanes = frozenset(changed)
+            logged = decisions if whole else tuple(d for d in decisions if d.lane in lanes)
+            record = DecisionRecord(
+                cycle=self.stats.cycles + 1,
+                snapshot=seen.snapshot if whole else cut(seen.snapshot, lanes),
+                policy=policy,
+                decisions=logged,
+                outcomes=tuple(_outcome(outcomes.get(d.lane)) for d in logged),
+                by=self.lease.token,
+            )
+            self._log.queue(pipe, record)
+        if status:
+            state = msgspec.json.encode(self._status(seen.snapshot, decisions, policy))
+            pipe.set(self._keys.policy_worker, state, px=STATUS_LIFE_MS)
+        if len(pipe) > 0:
+            await pipe.execute()
+        self._recorded.update((d.lane, (d.state, d.reason)) for d in decisions)
+        if heartbeat:
+            self._record_due = now + HEARTBEAT_S
+        if status:
+            self._status_due = now + STATUS_S
+
+    def _status(
+        self, snapshot: Snapshot, decisions: tuple[GateDecision, ...], policy: PoolPolicy | None
+    ) -> WorkerStatus:
+        return WorkerStatus(
+            leader=self.lease.token,
+            pid=os.getpid(),
+            at_ms=snapshot.now_ms,
+            cycles=self.stats.cycles,
+            cycle_ms=self.stats.wall(),
+            cpu_ms=self.stats.cpu(),
+            lanes=len(decisions),
+            open=sum(decision.state is GateState.OPEN for decision in decisions),
+            policy="" if policy is None else policy.name,
+            version=0 if policy is None else policy.version,
+            speed=self._speed,
+            problem=self.policy.problem,
+        )
+
+    async def _leave(self) -> None:
+        """Close what this worker opened and give the leadership up; when Redis is away the leases do both."""
+        try:
+            if self.lease.token:
+                gates = [
+                    Gate(
+                        lane=lane,
+                        state=GateState.CLOSED,
+                        reason=Reason.LEASE_EXPIRED,
+                        by="policy worker stopped",
+                    )
+                    for lane in sorted(self._renewed)
+                ]
+                if gates:
+                    await self._gates.publish_many(
+                        gates,
+                        leader_token=self.lease.token,
+                        lease_ms=(self.policy.policy or self.policy.fallback).cycle.lease_ms,
+                    )
+                    mono_s = time.monotonic()
+                    for gate in gates:
+                        self._announce(gate, mono_s)
+                await self.lease.release()
+        except (RedisError, OSError) as error:
+            _log.warning(
+                "Redis cannot be reached at the end; the gates close by their lease.",
+                key="policy_leave_outage",
+                error=str(error),
+            )
+        await self.events.close()
+
+    async def _listen(self) -> None:
+        """Bring the next cycle forward when a worker or an operator asks for attention."""
+        back_off = _BACK_OFF_S[0]
+        while True:
+            try:
+                async for _ in messages(
+                    self._client, self._keys.telemetry_channel, self._keys.policy_channel
+                ):
+                    back_off = _BACK_OFF_S[0]
+                    self.pace.nudge()
+            except (RedisError, OSError) as error:
+                _log.debug(
+                    "The channel of nudges was lost; cycles run on their interval meanwhile.",
+                    key="policy_nudges_lost",
+                    error=str(error),
+                )
+            await asyncio.sleep(back_off)
+            back_off = min(back_off * 2, _BACK_OFF_S[1])
+
+    async def _wake_at_end(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self.pace.end()
+
+
+async def run_policy(*, redis_url: str, pool: str, speed: float, standby: bool = True) -> None:
+    """Run a policy worker until SIGTERM or SIGINT; then its gates are closed.
+
+    Raises:
+        StoreError: the URL cannot be understood.
+        PolicyWorkerError: another worker leads and `standby` is off.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    client = async_client(redis_url, name="hybridsched-policy")
+    try:
+        _log.info("Starting.", key="policy_start", pool=pool, redis=redact(redis_url), speed=speed)
+        await PolicyWorker(client, pool, speed=speed, standby=standby).run(stop)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        await client.aclose()
+    _log.info("Stopped; the gates are closed.", key="policy_stop", pool=pool)
+
+
+def _all_closed(snapshot: Snapshot) -> tuple[GateDecision, ...]:
+    """Without a policy nothing opens."""
+    return tuple(
+        GateDecision(
+            lane=lane.lane,
+            state=GateState.CLOSED,
+            reason=Reason.POLICY_CLOSED,
+            epoch=lane.epoch,
+            numbers={"policy": None},
+        )
+        for lane in snapshot.lanes
+    )
+
+
+def _gate(decision: GateDecision, version: int, token: str) -> Gate:
+    return Gate(
+        lane=decision.lane,
+        state=decision.state,
+        reason=decision.reason,
+        budget=decision.budget,
+        epoch=decision.epoch,
+        grace_ms=decision.grace_ms,
+        policy_version=version,
+        by=token,
+    )
+
+
+def _outcome(outcome: Outcome | None) -> str:
+    return "stands" if outcome is None else outcome.name.lower()
+
+
+def _stands(stored: Gate | None, wanted: Gate) -> bool:
+    """Whether the gate in Redis already says what is wanted, so that only its lease matters."""
+    if stored is None:
+        return False
+    if stored.state is GateState.CLOSED and stored.reason is wanted.reason is Reason.ONLINE_ARRIVED:
+        return True
+    return msgspec.structs.replace(stored, at_ms=0.0, epoch=0) == msgspec.structs.replace(wanted, epoch=0)
