@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import itertools
 import math
@@ -20,6 +21,10 @@ SHIPPED_LENGTHS = "offline_arxiv_summarization.csv.gz"
 
 _TOKEN_IDS = [str(i) for i in range(100, 1000)]
 """Token ids that prompts are made of. Three digits are in every vocabulary and keep the JSON short."""
+_OWN = 32
+"""Tokens at the start of a prompt that are its own: two KV blocks, after which a prefix is never shared."""
+_TAIL = 4096
+"""Tokens of the text that the rest of every prompt is cut from (over and over)."""
 
 
 class TraceError(ValueError):
@@ -137,13 +142,26 @@ def cut(rows: Sequence[TraceRow], start_s: float, duration_s: float) -> list[Tra
     return part
 
 
+@functools.cache
+def _tail() -> str:
+    source = random.Random("tail")  # noqa: S311 - must be repeatable, guards no secret
+    return ",".join(source.choices(_TOKEN_IDS, k=_TAIL)) + ","
+
+
 def prompt_json(salt: str, index: int, length: int) -> str:
     """A prompt of exactly `length` token ids as a JSON array.
 
-    The same salt and index give the same prompt; two of them share no prefix worth caching.
+    The same salt and index give the same prompt; two of them share no prefix worth caching. Each token takes
+    four characters, so most of a prompt is cut out of one long text: drawing millions of tokens takes seconds.
     """
     source = random.Random(f"{salt}/{index}")  # noqa: S311 - must be repeatable, guards no secret
-    return "[" + ",".join(source.choices(_TOKEN_IDS, k=length)) + "]"
+    own = ",".join(source.choices(_TOKEN_IDS, k=min(_OWN, length)))
+    rest = length - _OWN
+    if rest <= 0:
+        return f"[{own}]"
+    start = source.randrange(_TAIL)
+    text = _tail() * ((start + rest) // _TAIL + 1)
+    return f"[{own},{text[4 * start : 4 * (start + rest) - 1]}]"
 
 
 def completion_body(model: str, row: TraceRow, *, salt: str, index: int, stream: bool) -> bytes:

@@ -92,6 +92,12 @@ def test_prompts_are_exact_repeatable_and_share_no_prefix() -> None:
     assert json.loads(trace.prompt_json("other", 7, 64)) != prompts[7]
 
 
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 34, 4095, 4127, 4128, 4129, 20_000])
+def test_every_length_is_exact(length: int) -> None:
+    for index in range(20):
+        assert len(json.loads(trace.prompt_json("s", index, length))) == length
+
+
 def test_a_batch_has_the_lengths_in_turn(tmp_path: Path) -> None:
     lengths = [
         TraceRow(arrival_s=0, prompt_tokens=5, output_tokens=2),

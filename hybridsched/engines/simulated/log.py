@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,12 +23,16 @@ class IterationLog:
     def add(
         self, it: Iteration, end: float, out: Outcome, scheduler: Scheduler, waiting: tuple[int, int]
     ) -> None:
-        """Note one step. `waiting` are the online and offline sequences that waited when it was planned."""
+        """Note one step. `waiting` are the online and offline sequences that waited when it was planned.
+
+        `late` in the line: wall seconds by which this process was behind the engine's clock.
+        """
         offline = sum(1 for seq in out.emitted if seq.offline)
         self._lines.append(
             f'{{"s":{it.start:.6f},"e":{end:.6f},"on":{it.online},"off":{it.offline},'
             f'"pon":{it.prefill_online},"poff":{it.prefill_offline},"won":{waiting[0]},"woff":{waiting[1]},'
-            f'"gon":{len(out.emitted) - offline},"goff":{offline},"kv":{scheduler.kv.use:.4f}}}\n'
+            f'"gon":{len(out.emitted) - offline},"goff":{offline},"kv":{scheduler.kv.use:.4f},'
+            f'"late":{max(0.0, time.monotonic() - end):.6f}}}\n'
         )
 
     def flush(self) -> None:
