@@ -37,6 +37,10 @@ class Signal(Value, frozen=True, kw_only=True):
             and 0.0 <= self.age_ms <= max_age_ms
         )
 
+    def within(self, max_age_ms: float) -> float | None:
+        """The value if it is known within `max_age_ms`, else None."""
+        return self.value if self.known(max_age_ms) else None
+
 
 UNKNOWN = Signal(value=None, age_ms=None)
 

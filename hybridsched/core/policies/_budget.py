@@ -13,10 +13,12 @@ def lane_budget(facts: LaneFacts, policy: PoolPolicy) -> Budget:
     """What the lane may have in flight: the least of the policy's cap, the slots left and the KV cache left.
 
     KV use is the engine's, our own offline work included. Above `kv_share` the lane may keep what it runs and
-    admit no more; a lane that runs nothing then has no room at all.
+    admit no more; a lane that runs nothing then has no room at all. A policy that opens without knowing what
+    online holds (only `unprotected` does) leaves it the slots for online and no others.
     """
     offline, lane, replica = policy.offline, facts.lane, facts.replica
-    online = 0.0 if replica is None else (replica.online_inflight.value or 0.0)
+    age = policy.idle.max_telemetry_age_ms
+    online = (replica.online_inflight.within(age) if replica is not None else None) or 0.0
     inflight = min(
         offline.max_inflight,
         offline_slots(
@@ -25,10 +27,9 @@ def lane_budget(facts: LaneFacts, policy: PoolPolicy) -> Budget:
             online_inflight=int(online),
         ),
     )
-    if replica is not None and _kv_full(facts, policy):
-        inflight = min(inflight, int(lane.offline_inflight.value or 0.0))
-    age = policy.idle.max_telemetry_age_ms
-    rate = lane.tokens_per_s.value if lane.tokens_per_s.known(age) else None
+    if _kv_full(facts, policy):
+        inflight = min(inflight, int(lane.offline_inflight.within(age) or 0.0))
+    rate = lane.tokens_per_s.within(age)
     return Budget(
         max_inflight=inflight,
         chunk_tokens=next_chunk_tokens(offline, rate, kv_tokens=policy.engine.kv_tokens),
@@ -43,9 +44,10 @@ def _kv_full(facts: LaneFacts, policy: PoolPolicy) -> bool:
     for a lane that now runs nothing the number counts only if the same scrape shows an empty engine.
     """
     replica, lane = facts.replica, facts.lane
-    if replica is None or not replica.kv_use.known(policy.idle.max_metric_age_ms):
+    if replica is None:
         return False
-    if (replica.kv_use.value or 0.0) <= policy.offline.kv_share:
+    age = policy.idle.max_metric_age_ms
+    if (replica.kv_use.within(age) or 0.0) <= policy.offline.kv_share:
         return False
-    held = (replica.engine_running.value or 0.0) + (replica.engine_waiting.value or 0.0)
-    return (lane.offline_inflight.value or 0.0) > 0 or held <= 0
+    held = (replica.engine_running.within(age) or 0.0) + (replica.engine_waiting.within(age) or 0.0)
+    return (lane.offline_inflight.within(policy.idle.max_telemetry_age_ms) or 0.0) > 0 or held <= 0

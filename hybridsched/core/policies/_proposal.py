@@ -41,11 +41,9 @@ def without_work(lane: LaneView, max_age_ms: float) -> Proposal | None:
     A lane with work in flight is not without work, even when nothing more is queued: closing it would end
     its last lines.
     """
-    if lane.work.known(max_age_ms):
-        queued = lane.work.value or 0.0
-        running = lane.offline_inflight.value or 0.0
-        if queued > 0 or running > 0 or not lane.offline_inflight.known(max_age_ms):
-            return None
+    queued, running = lane.work.within(max_age_ms), lane.offline_inflight.within(max_age_ms)
+    if queued is not None and (queued > 0 or running is None or running > 0):
+        return None
     return Proposal(
         open=False,
         reason=Reason.NO_WORK,
