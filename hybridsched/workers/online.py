@@ -1,0 +1,244 @@
+"""The online worker: one process beside one engine, which pulls requests, runs them and answers them.
+
+It observes (engine, telemetry), asks core (room), acts (claim, run, answer) and records (events). The parts:
+
+    online_intake     claims, leases, cancellations, the replica's record
+    online_jobs       the requests it holds
+    online_serve      one request against the engine
+    online_outbox     tokens and ends, back to the client
+    online_engine     the engine's health and metrics
+    online_telemetry  what the policy worker is told
+    online_policy     the policy in force
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from hybridsched.engines.protocol import Engine
+from hybridsched.engines.vllm_http import VllmHttpEngine
+from hybridsched.log import get_logger
+from hybridsched.store.connection import async_client
+from hybridsched.store.events import EventLog
+from hybridsched.store.online import OnlineQueue, new_consumer
+from hybridsched.store.policy import PolicyStore
+from hybridsched.store.telemetry import TelemetryStore
+from hybridsched.telemetry.protocol import GpuSampler
+from hybridsched.workers.online_engine import HUNG_S, EngineWatch
+from hybridsched.workers.online_intake import Intake, IntakeOptions
+from hybridsched.workers.online_jobs import JobOptions, Jobs
+from hybridsched.workers.online_policy import PolicyFollower
+from hybridsched.workers.online_serve import Stop
+from hybridsched.workers.online_telemetry import OnlineCounts, TelemetryPublisher
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+
+class OnlineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a site may want otherwise. Seconds where not said."""
+
+    intake: IntakeOptions = IntakeOptions()
+    jobs: JobOptions = JobOptions()
+    hung_s: float = HUNG_S
+    drain_s: float = 30.0
+    """After SIGTERM: how long what is in flight may still take before it is given back or failed."""
+    goodbye_s: float = 5.0
+    """After that: how long the last answers may take."""
+
+
+class OnlineWorker:
+    """One replica's loop. `lane` is the shared lane on its engine; None when no offline work may share it."""
+
+    def __init__(
+        self,
+        *,
+        replica: str,
+        model: str,
+        engine: Engine,
+        queue: OnlineQueue,
+        telemetry: TelemetryStore,
+        policies: PolicyStore,
+        events: EventLog,
+        lane: str | None = "",
+        speed: float = 1.0,
+        sampler: GpuSampler | None = None,
+        options: OnlineOptions | None = None,
+    ) -> None:
+        self._options = options = options or OnlineOptions()
+        self._log = get_logger("online").bind(replica=replica)
+        self._replica = replica
+        self._telemetry = telemetry
+        self._queue = queue
+        lane = replica if lane == "" else lane
+        self.counts = OnlineCounts()
+        self.watch = EngineWatch(
+            engine,
+            held=lambda: self.counts.inflight,
+            changed=self._health_changed,
+            hung=self._engine_hung,
+            hung_s=options.hung_s,
+        )
+        self.policy = PolicyFollower(policies, speed=speed, changed=lambda: self.intake.changed())
+        self.intake = Intake(
+            queue,
+            model=model,
+            replica=replica,
+            consumer=new_consumer(replica),
+            lane=lane,
+            counts=self.counts,
+            watch=self.watch,
+            policy=self.policy,
+            events=events,
+            options=options.intake,
+        )
+        self.jobs = Jobs(
+            engine,
+            queue,
+            replica=replica,
+            counts=self.counts,
+            watch=self.watch,
+            lighter=self.intake.lighter,
+            others=self.intake.others,
+            options=options.jobs,
+        )
+        self._publisher = TelemetryPublisher(
+            telemetry,
+            replica=replica,
+            model=model,
+            lane=lane or "",
+            url=engine.url,
+            counts=self.counts,
+            watch=self.watch,
+            sampler=sampler,
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set; then finish or give back what is held, and leave the pool."""
+        loops = asyncio.create_task(self._loops(), name="online-loops")
+        stopped = asyncio.create_task(stop.wait(), name="online-stop")
+        try:
+            await asyncio.wait([loops, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not loops.done():
+                await self._drain()
+        finally:
+            stopped.cancel()
+            loops.cancel()
+            with suppress(asyncio.CancelledError):
+                await loops  # a loop that failed says so here
+            await self.jobs.abandon()
+        await self._goodbye()
+
+    async def _loops(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.policy.run(), name="policy")
+            tasks.create_task(self.watch.run(), name="engine")
+            tasks.create_task(self._publisher.run(), name="telemetry")
+            tasks.create_task(self.intake.run(self.jobs), name="intake")
+
+    async def _drain(self) -> None:
+        self._log.info(
+            "Stopping: no request is taken any more, those in flight may end.",
+            key="online_stopping",
+            inflight=self.counts.inflight,
+        )
+        await self.intake.stop()
+        if await self.jobs.drain(self._options.drain_s):
+            return
+        self._log.warning(
+            "Requests in flight did not end in time; they are given back, or failed where tokens were sent.",
+            key="online_cut",
+            inflight=self.counts.inflight,
+        )
+        self.jobs.stop_all(Stop.STOPPING)
+        await self.jobs.drain(self._options.goodbye_s)
+
+    async def _goodbye(self) -> None:
+        """Leave the records. Without a store they run out by themselves."""
+        leave: tuple[Callable[[], Awaitable[Any]], ...] = (
+            self._queue.drain,
+            self.intake.leave,
+            lambda: self._telemetry.withdraw(self._replica),
+        )
+        for step in leave:
+            try:
+                async with asyncio.timeout(self._options.goodbye_s):
+                    await step()
+            except (RedisError, OSError) as error:
+                self._log.warning(
+                    "The replica could not be signed off; its records run out within seconds.",
+                    key="online_not_signed_off",
+                    error=str(error),
+                )
+                return
+
+    def _health_changed(self, healthy: bool) -> None:
+        self.intake.changed()
+        self.counts.edge.set()
+
+    def _engine_hung(self) -> None:
+        if self.counts.inflight:
+            self._log.error(
+                "The engine has stopped answering; its requests are given to another replica or failed.",
+                key="engine_hung",
+                inflight=self.counts.inflight,
+            )
+        self.jobs.stop_all(Stop.ENGINE_HUNG)
+
+
+async def run_online(
+    *,
+    redis_url: str,
+    pool: str,
+    replica: str,
+    model: str,
+    engine_url: str,
+    speed: float = 1.0,
+    log: FilteringBoundLogger | None = None,
+    sampler: GpuSampler | None = None,
+    options: OnlineOptions | None = None,
+) -> None:
+    """Run one replica's online worker until SIGTERM or SIGINT.
+
+    Waits for the engine and for Redis as long as it takes.
+
+    Raises:
+        StoreUrlError: `redis_url` cannot be understood.
+        ValueError: `pool`, `replica` or `model` cannot stand in a key.
+    """
+    log = log or get_logger("online")
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    client = async_client(redis_url, name=f"hybridsched-online-{replica}")
+    engine = VllmHttpEngine(engine_url)
+    log.info("The online worker has started.", key="online_started", replica=replica, engine=engine_url)
+    try:
+        async with EventLog(client, pool) as events:
+            worker = OnlineWorker(
+                replica=replica,
+                model=model,
+                engine=engine,
+                queue=OnlineQueue(client, pool),
+                telemetry=TelemetryStore(client, pool),
+                policies=PolicyStore(client, pool),
+                events=events,
+                speed=speed,
+                sampler=sampler,
+                options=options,
+            )
+            await worker.run(stop)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        await engine.close()
+        await client.aclose()
+    log.info("The online worker has stopped.", key="online_stopped", replica=replica)

@@ -1,0 +1,175 @@
+"""What the replica says of itself to the policy worker: at once on becoming busy or idle, else regularly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from redis.exceptions import RedisError
+
+from hybridsched.log import get_logger
+from hybridsched.store.telemetry import EngineRecord, ReplicaRecord, TelemetryStore
+from hybridsched.telemetry.protocol import GpuSample, GpuSampler
+from hybridsched.telemetry.window import SlidingWindow
+from hybridsched.workers.online_engine import EngineWatch
+
+PUBLISH_S = 0.2
+"""Between two records without an edge."""
+
+GPU_S = 0.5
+"""Between two samples of the GPU, where one is given."""
+
+LATENCY_WINDOW_MS = 30_000.0
+
+_log = get_logger("online")
+
+
+class OnlineCounts:
+    """How many online requests the worker holds, since when it holds none, and how fast they were served.
+
+    TTFT and TPOT are measured here, of online requests alone: the engine's histograms mix offline work in.
+    """
+
+    def __init__(self) -> None:
+        self.inflight = 0
+        self.tokens = 0
+        """Estimated tokens (prompt and most output) of what is held."""
+        self.sequences = 0
+        self.edge = asyncio.Event()
+        """Set when the replica became busy or idle."""
+        self._idle_since = time.monotonic()
+        self._ttft = SlidingWindow(LATENCY_WINDOW_MS)
+        self._tpot = SlidingWindow(LATENCY_WINDOW_MS)
+
+    def begin(self, tokens: int) -> None:
+        """A request was claimed."""
+        self.inflight += 1
+        self.sequences += 1
+        self.tokens += tokens
+        if self.inflight == 1:
+            self.edge.set()
+
+    def end(self, tokens: int, sequences: int = 1) -> bool:
+        """It is over, whatever became of it. Returns whether the replica is idle now."""
+        self.inflight -= 1
+        self.sequences -= sequences
+        self.tokens -= tokens
+        if self.inflight == 0:
+            self._idle_since = time.monotonic()
+            self.edge.set()
+        return self.inflight == 0
+
+    def widen(self, sequences: int) -> None:
+        """A held request turned out to take more than one sequence (`n`)."""
+        self.sequences += sequences - 1
+
+    def idle_ms(self) -> float:
+        """How long none has been held; 0 while any is."""
+        return 0.0 if self.inflight else (time.monotonic() - self._idle_since) * 1000.0
+
+    def first_token(self, ttft_ms: float) -> None:
+        """`ttft_ms`: from the accept by the store to the first token here."""
+        self._ttft.add(time.monotonic() * 1000.0, ttft_ms)
+
+    def decoded(self, tpot_ms: float) -> None:
+        """Time per output token after the first, of one finished request."""
+        self._tpot.add(time.monotonic() * 1000.0, tpot_ms)
+
+    def ttft_p99_ms(self) -> float | None:
+        return self._ttft.percentile(0.99, time.monotonic() * 1000.0)
+
+    def tpot_p99_ms(self) -> float | None:
+        return self._tpot.percentile(0.99, time.monotonic() * 1000.0)
+
+
+class TelemetryPublisher:
+    """Publishes one replica's record. In an outage of the store the last record grows stale by itself."""
+
+    def __init__(
+        self,
+        store: TelemetryStore,
+        *,
+        replica: str,
+        model: str,
+        lane: str,
+        url: str,
+        counts: OnlineCounts,
+        watch: EngineWatch,
+        sampler: GpuSampler | None = None,
+    ) -> None:
+        self._store = store
+        self._replica = replica
+        self._model = model
+        self._lane = lane
+        self._url = url
+        self._counts = counts
+        self._watch = watch
+        self._sampler = sampler
+        self._gpu: GpuSample | None = None
+        self._out = False
+
+    def record(self) -> ReplicaRecord:
+        """The record as of now."""
+        now = time.monotonic()
+        watch, seen, gpu = self._watch, self._watch.tracker.last, self._gpu
+        engine = EngineRecord(
+            metrics_age_ms=None if seen is None else now * 1000.0 - seen.at_ms,
+            running=None if seen is None else seen.running,
+            waiting=None if seen is None else seen.waiting,
+            kv_use=None if seen is None else seen.kv_use,
+            frozen_ms=None if seen is None else seen.frozen_ms,
+            ttft_p99_ms=self._counts.ttft_p99_ms(),
+            tpot_p99_ms=self._counts.tpot_p99_ms(),
+            healthy=None if watch.checked_at is None else float(watch.healthy),
+            health_age_ms=None if watch.checked_at is None else (now - watch.checked_at) * 1000.0,
+            gpu_activity=None if gpu is None else gpu.activity,
+            gpu_age_ms=None if gpu is None else now * 1000.0 - gpu.at_ms,
+        )
+        return ReplicaRecord(
+            replica=self._replica,
+            model=self._model,
+            lane=self._lane,
+            url=self._url,
+            online_inflight=self._counts.inflight,
+            online_idle_ms=self._counts.idle_ms(),
+            engine=engine,
+        )
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._publish_all(), name="telemetry")
+            if self._sampler is not None:
+                tasks.create_task(self._sample(self._sampler), name="gpu-samples")
+
+    async def _publish_all(self) -> None:
+        edge = self._counts.edge
+        while True:
+            try:
+                async with asyncio.timeout(PUBLISH_S):
+                    await edge.wait()
+            except TimeoutError:
+                pass
+            nudge = edge.is_set()
+            edge.clear()
+            try:
+                await self._store.publish(self.record(), nudge=nudge)
+            except (RedisError, OSError) as error:
+                if not self._out:
+                    _log.warning(
+                        "Telemetry cannot be published; lanes close until it can.",
+                        key="telemetry_outage",
+                        error=str(error),
+                    )
+                self._out = True
+                if nudge:
+                    edge.set()  # the edge is still news when the store is back
+                await asyncio.sleep(PUBLISH_S)
+            else:
+                self._out = False
+
+    async def _sample(self, sampler: GpuSampler) -> None:
+        while True:
+            now_ms = time.monotonic() * 1000.0
+            self._gpu = await asyncio.to_thread(sampler.sample, now_ms)
+            await asyncio.sleep(GPU_S)
