@@ -184,6 +184,16 @@ class Keys:
         """Sorted set: batch ids by submit time (server ms)."""
         return f"{self.prefix}batches"
 
+    @property
+    def batches_active(self) -> str:
+        """Sorted set: the same, only of batches that have not ended."""
+        return f"{self.prefix}batches-active"
+
+    @property
+    def batches_sweep(self) -> str:
+        """String, PX: somebody has just looked over the active batches."""
+        return f"{self.prefix}batches-sweep"
+
     def batch(self, batch_id: str) -> str:
         """Hash: one batch."""
         return f"{self.prefix}batch:{batch_id}"
