@@ -15,6 +15,9 @@ from math import exp, isfinite
 from hybridsched.core.policy import OfflinePolicy
 from hybridsched.core.values import Value
 
+_MOST_TOKENS = 1e12
+"""Beyond any engine: it only keeps the arithmetic finite."""
+
 
 class Throughput(Value, frozen=True, kw_only=True):
     """Tokens (prompt + output) per second, as an average that forgets.
@@ -49,7 +52,7 @@ def next_chunk_tokens(
     if tokens_per_s is None or not isfinite(tokens_per_s) or tokens_per_s <= 0:
         tokens = policy.chunk_first_tokens
     else:
-        tokens = int(tokens_per_s * policy.chunk_target_ms / 1000.0)
+        tokens = int(min(tokens_per_s * policy.chunk_target_ms / 1000.0, _MOST_TOKENS))
     if kv_tokens is not None:
         tokens = min(tokens, int(kv_tokens * policy.kv_share))
     return max(1, tokens)
@@ -72,5 +75,6 @@ def next_chunk_lines(
     if not measured or not sized or tokens_per_line is None:
         lines = policy.chunk_first_lines
     else:
-        lines = max(int(next_chunk_tokens(policy, tokens_per_s) / tokens_per_line), parallel)
+        fitting = min(next_chunk_tokens(policy, tokens_per_s) / tokens_per_line, policy.chunk_max_lines)
+        lines = max(int(fitting), parallel)
     return max(1, policy.chunk_min_lines, min(lines, policy.chunk_max_lines))
