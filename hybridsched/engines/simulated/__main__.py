@@ -7,8 +7,8 @@ import socket
 import sys
 from pathlib import Path
 
+from hybridsched.engines.simulated.calls import Calls
 from hybridsched.engines.simulated.engine import EngineLoop
-from hybridsched.engines.simulated.generate import Generation
 from hybridsched.engines.simulated.log import IterationLog
 from hybridsched.engines.simulated.perf import DEFAULT_PROFILE, load_profile, profile_names
 from hybridsched.engines.simulated.scheduler import Limits
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    generation = Generation(
+    calls = Calls(
         engine, tuple(args.served_model_name), runner=args.runner, max_queued=args.max_num_queued_reqs
     )
     port = sock.getsockname()[1]
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             "speed": args.speed,
         }
     )
-    app = App(generation, track_load=args.enable_server_load_tracking)
+    app = App(calls, track_load=args.enable_server_load_tracking)
     return serve(
         app, host=args.host, port=port, shutdown_timeout=args.shutdown_timeout, ready=ready, sock=sock
     )

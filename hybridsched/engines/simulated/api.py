@@ -31,7 +31,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class _Common(msgspec.Struct):
+class Common(msgspec.Struct):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -49,7 +49,7 @@ class _Common(msgspec.Struct):
     prompt_logprobs: int | None = None
 
 
-class CompletionBody(_Common):
+class CompletionBody(Common):
     prompt: str | list[int | str | list[int]] | None = None
     logprobs: int | None = None
     echo: bool | None = False
@@ -61,7 +61,7 @@ class Message(msgspec.Struct):
     content: str | list[dict[str, Any]] | None = None
 
 
-class ChatBody(_Common):
+class ChatBody(Common):
     messages: list[Message] = msgspec.field(default_factory=list)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -154,7 +154,7 @@ def chat_ids(messages: list[Message], *, add_generation_prompt: bool) -> list[in
     return tokens.chat_prompt(pairs, add_generation_prompt=add_generation_prompt)
 
 
-def check_sampling(body: _Common) -> None:
+def check_sampling(body: Common) -> None:
     """Refuse what vLLM refuses, and what the simulation cannot do.
 
     Raises:
@@ -179,6 +179,14 @@ def check_sampling(body: _Common) -> None:
         raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
 
 
+def too_long(prompt_tokens: int, max_model_len: int) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {max_model_len} tokens. However, your request has "
+        f"{prompt_tokens} input tokens. Please reduce the length of the input messages.",
+        "input_tokens",
+    )
+
+
 def output_limit(asked: int | None, *, prompt_tokens: int, max_model_len: int, default: int | None) -> int:
     """How many tokens a request may produce. `default` None means: up to the model's context.
 
@@ -186,11 +194,7 @@ def output_limit(asked: int | None, *, prompt_tokens: int, max_model_len: int, d
         ApiError: below 1, or prompt and output exceed the context.
     """
     if prompt_tokens >= max_model_len:
-        raise bad_request(
-            f"This model's maximum context length is {max_model_len} tokens. However, your request has "
-            f"{prompt_tokens} input tokens. Please reduce the length of the input messages.",
-            "input_tokens",
-        )
+        raise too_long(prompt_tokens, max_model_len)
     if asked is None:
         room = max_model_len - prompt_tokens
         return room if default is None else min(default, room)
@@ -206,7 +210,7 @@ def output_limit(asked: int | None, *, prompt_tokens: int, max_model_len: int, d
     return asked
 
 
-def stops_of(body: _Common) -> tuple[str, ...]:
+def stops_of(body: Common) -> tuple[str, ...]:
     if body.stop is None:
         return ()
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from hybridsched.engines.simulated.iteration import Iteration, Outcome
@@ -45,11 +45,31 @@ class Sink(Protocol):
         """The engine died."""
 
 
+class Timer(Protocol):
+    """Calls back once the clock has reached a time."""
+
+    def start(self) -> None: ...
+
+    def at(self, when: float) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineLoop:
     """Drives a `Scheduler` in real time, `speed` times faster than the profile says."""
 
     def __init__(
-        self, limits: Limits, profile: Profile, *, model: str, speed: float, log: IterationLog | None
+        self,
+        limits: Limits,
+        profile: Profile,
+        *,
+        model: str,
+        speed: float,
+        log: IterationLog | None,
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[Callable[[], None]], Timer] = PreciseTimer,
     ) -> None:
         if speed <= 0:
             raise ValueError(f"speed must be above 0, got {speed}")
@@ -60,6 +80,7 @@ class EngineLoop:
         self.dead = False
         self.lag_jumps = 0
         self._log = log
+        self._clock = clock
         self._arrivals: deque[Seq] = deque()
         self._current: Iteration | None = None
         self._waiting = (0, 0)
@@ -67,7 +88,7 @@ class EngineLoop:
         self._live: dict[str, list[Seq]] = {}
         self._left: set[Seq] = set()
         self._quiet: list[asyncio.Future[None]] = []
-        self._timer = PreciseTimer(self._tick)
+        self._timer = timer(self._tick)
         self._flusher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -112,11 +133,11 @@ class EngineLoop:
 
     @property
     def lag_s(self) -> float:
-        return max(0.0, time.monotonic() - self._end) if self._current is not None else 0.0
+        return max(0.0, self._clock() - self._end) if self._current is not None else 0.0
 
     def submit(self, seqs: Iterable[Seq]) -> None:
         """Accept sequences, stamped with the present."""
-        now = time.monotonic()
+        now = self._clock()
         for seq in seqs:
             seq.arrival = now
             self._live.setdefault(seq.request_id, []).append(seq)
@@ -148,9 +169,9 @@ class EngineLoop:
         if seq.order == 0:  # not yet given to the scheduler
             self._arrivals.remove(seq)
             seq.status, seq.finish_reason = Status.FINISHED, "abort"
-            self._ended([seq], time.monotonic())
+            self._ended([seq], self._clock())
         elif self.scheduler.abort(seq):
-            self._ended([seq], time.monotonic())
+            self._ended([seq], self._clock())
             if self._current is None and not self.scheduler.paused:
                 self.metrics.set_gauges()
 
@@ -158,10 +179,10 @@ class EngineLoop:
 
     async def pause(self, mode: str, *, clear_cache: bool = True) -> None:
         """As `Scheduler.pause`; returns once the engine stands still."""
-        self._admit(time.monotonic())
+        self._admit(self._clock())
         was_paused = self.scheduler.paused
         ended = self.scheduler.pause(mode, clear_cache=clear_cache)
-        self._ended(ended, time.monotonic())
+        self._ended(ended, self._clock())
         if ended and not was_paused and mode == "abort":
             self.metrics.set_gauges()
         if not (self.scheduler.paused or self.dead):
@@ -171,7 +192,7 @@ class EngineLoop:
 
     def resume(self) -> None:
         self.scheduler.resume()
-        self._kick(time.monotonic())
+        self._kick(self._clock())
         self._tell_quiet()
 
     def _tell_quiet(self) -> None:
@@ -227,7 +248,7 @@ class EngineLoop:
             it = self._current
             if it is None or self.dead:
                 return
-            now = time.monotonic()
+            now = self._clock()
             if self._end > now:
                 break
             end = self._end

@@ -20,7 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hybridsched.engines.simulated import api, tokens
-from hybridsched.engines.simulated.generate import Generation, Receive, Scope, Send, parse, send_json
+from hybridsched.engines.simulated.calls import CHAT, COMPLETIONS, EMBEDDINGS, Calls, parse
+from hybridsched.engines.simulated.generate import Generation, Receive, Scope, Send, send_json
 from hybridsched.engines.simulated.metrics import CONTENT_TYPE
 from hybridsched.engines.simulated.scheduler import PAUSE_MODES
 
@@ -34,6 +35,8 @@ blog.vllm.ai/2025/10/26/sleep-mode.html."""
 _DEATH_S = 2.0
 """How long the API process outlives its engine (seen on vLLM 0.32)."""
 
+_HOT = frozenset({COMPLETIONS, CHAT, EMBEDDINGS})
+
 _abort_body = msgspec.json.Decoder(api.AbortBody).decode
 _tokenize_body = msgspec.json.Decoder(api.TokenizeBody).decode
 _detokenize_body = msgspec.json.Decoder(api.DetokenizeBody).decode
@@ -46,16 +49,12 @@ def _json(value: object, status: int = 200) -> Response:
 class App:
     """The ASGI application."""
 
-    def __init__(self, generation: Generation, *, track_load: bool) -> None:
-        self.generation = generation
-        self.engine = generation.engine
+    def __init__(self, calls: Calls, *, track_load: bool) -> None:
+        self.calls = calls
+        self.engine = calls.engine
+        self._generation = Generation(calls)
         self.track_load = track_load
         self.sleeping: int | None = None
-        self._hot = {
-            "/v1/completions": generation.completions,
-            "/v1/chat/completions": generation.chat,
-            "/v1/embeddings": generation.embeddings,
-        }
         routes = [
             ("/v1/models", self.models, "GET"),
             ("/tokenize", self.tokenize, "POST"),
@@ -80,14 +79,12 @@ class App:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            hot = self._hot.get(scope["path"])
-            if hot is not None:
-                try:
-                    await hot(scope, receive, send)
-                except api.ApiError as error:
-                    await send_json(send, error.status, error.body())
-                return
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _HOT:
+            try:
+                await self._generation(scope, receive, send)
+            except api.ApiError as error:
+                await send_json(send, error.status, error.body())
+            return
         await self._cold(scope, receive, send)
 
     # -- information ------------------------------------------------------------------------------------
@@ -104,7 +101,7 @@ class App:
                 "parent": None,
                 "max_model_len": limit,
             }
-            for name in self.generation.models
+            for name in self.calls.models
         ]
         return _json({"object": "list", "data": data})
 
@@ -115,7 +112,7 @@ class App:
         return _json({"version": VERSION, "simulated": True, "profile": self.engine.profile.name})
 
     async def server_load(self, _request: Request) -> Response:
-        return _json({"server_load": self.generation.load if self.track_load else 0})
+        return _json({"server_load": self._generation.load if self.track_load else 0})
 
     async def metrics(self, _request: Request) -> Response:
         text = self.engine.metrics.render(clock_lag_s=self.engine.lag_s)
@@ -123,7 +120,7 @@ class App:
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(_tokenize_body, await request.body())
-        self.generation.check(body.model, self.generation.runner)
+        self.calls.check_model(body.model, self.calls.runner)
         if body.messages is not None:
             ids = api.chat_ids(body.messages, add_generation_prompt=body.add_generation_prompt)
         elif body.prompt is not None:
@@ -136,7 +133,7 @@ class App:
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(_detokenize_body, await request.body())
-        self.generation.check(body.model, self.generation.runner)
+        self.calls.check_model(body.model, self.calls.runner)
         ids = api.prompts_of(list(body.tokens), special=False, name="tokens")[0]
         return _json({"prompt": tokens.decode(ids)})
 
@@ -244,7 +241,7 @@ class Server(uvicorn.Server):
     async def _end(self) -> None:
         engine = self._app.engine
         if self._shutdown_timeout > 0:
-            self._app.generation.draining = True
+            self._app.calls.draining = True
             deadline = time.monotonic() + self._shutdown_timeout
             while engine.in_flight and time.monotonic() < deadline:  # noqa: ASYNC110 - two conditions, once
                 await asyncio.sleep(0.02)
