@@ -253,8 +253,8 @@ class OnlineQueue:
         """Give a request back that sent nothing yet; it goes to the end of its queue.
 
         `count`: the attempt counts, because an engine was tried and failed. The caller looks at
-        `limits.max_attempts` before; it is not checked here. Returns `released`, or how it ended instead: `cancelled`, `expired`, `failed` (its client has seen
-        tokens already), `lost`.
+        `limits.max_attempts` before; it is not checked here. Returns `released`, or how it ended instead:
+        `cancelled`, `expired`, `failed` (its client has seen tokens already), `lost`.
         """
         limits, replica = self.limits, request.consumer.rpartition(":")[0]
         while True:

@@ -1,6 +1,6 @@
 -- Give back a claimed request that was not run (a worker that stops, an engine that failed before it sent
--- anything). The caller says whether the attempt counts. A cancelled or expired one is answered instead; one whose client has seen tokens cannot be given
--- back and fails.
+-- anything). The caller says whether the attempt counts. A cancelled or expired one is answered instead; one
+-- whose client has seen tokens cannot be given back and fails.
 --
 -- KEYS 1 its hash   2 its stream   3 the reply stream that its entry names   4 replicas hash of its model
 -- ARGV 1 prefix   2 consumer   3 entry id   4 replica that gives it back (it is not the one woken)
