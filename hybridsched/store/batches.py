@@ -309,7 +309,7 @@ class BatchStore:
         ]
 
     def claim_finalize(self, batch_id: str, *, lease_ms: float) -> int | None:
-        """Take the duty to end a batch. Returns a fence; None: work on it is left, or another has the duty."""
+        """Take the duty to end a batch. Returns a fence; None: work on it is left, or another has it."""
         fence = self._finalize(batch_id, "claim", int(lease_ms))
         return fence or None
 
