@@ -11,12 +11,12 @@ else uses the engine (foreign load), and with an allowance for their lag:
 - a scrape that may still show online requests which ended since (it is older than the replica's idle span,
   less `metric_lag_ms`) says nothing about foreign load; the next scrape will. A foreign user is thus seen
   one scrape later, but no idle stretch is lost to waiting for a scrape;
-- own offline requests that ended since the scrape still show in it. The most there can be of them is the
-  lane's recent peak (`offline_peak`), or without one the budget of its open gate. Only what exceeds
-  max(in flight, that) is foreign. An open lane fills its budget while it has work, so a foreign request
-  shows as soon as the lane is full, and at once when it is closed;
-- requests just sent show in our counts before they show in the gauges, which makes the difference negative
-  and never foreign.
+- own offline requests that ended since the scrape still show in it, and those sent since the lane's own
+  record may show already. If the record is newer than the scrape, the lane's recent peak (`offline_peak`)
+  covers both. If not, or without a peak, an open lane may have filled its budget meanwhile. Only what exceeds
+  that bound is foreign. An open lane does fill its budget while it has work, so a foreign request shows as
+  soon as the lane is full, and at once when it is closed;
+- requests sent since the scrape make the difference negative, which is never foreign.
 
 **The idle span grows with the age of the record.** A record that says "idle for 40 ms" and is 100 ms old
 means 140 ms now: had a request arrived since, its claim would have closed the gate and raised the lane's
@@ -88,14 +88,14 @@ def assess(
     if bad is not None:
         return bad
     held = _value(replica.engine_running) + _value(replica.engine_waiting)
+    online, own = _value(replica.online_inflight), _value(lane.offline_inflight)
     frozen = _value(replica.frozen_ms)
-    if held > 0 and frozen >= policy.frozen_after_ms:
+    if held + online + own > 0 and frozen >= policy.frozen_after_ms:
         return _no(
             Reason.METRIC_FROZEN,
             {"frozen_ms": frozen, "frozen_after_ms": policy.frozen_after_ms, "engine_requests": held},
         )
     # 3. Online: here, just arrived, or waiting for some replica of the model.
-    online = _value(replica.online_inflight)
     if online > 0:
         return _no(Reason.ONLINE_ACTIVE, {"online_inflight": online})
     arrived = _just_arrived(replica, lane, now_ms)
@@ -114,7 +114,7 @@ def assess(
                 "foreign": foreign,
                 "engine_requests": held,
                 "offline_inflight": lane.offline_inflight.value,
-                "offline_bound": _offline_bound(lane, policy),
+                "offline_bound": _offline_bound(replica, lane, policy),
             },
         )
     busy = _gpu_active(replica, lane, policy)
@@ -190,14 +190,21 @@ def _queued(queue: QueueView | None, model: str, policy: IdlePolicy) -> Verdict 
     return _no(Reason.ONLINE_QUEUED, {"queue_depth": depth, "oldest_wait_ms": wait.value})
 
 
-def _offline_bound(lane: LaneView, policy: IdlePolicy) -> float:
-    """The most own offline requests that a scrape within its age limit can show."""
-    now = _value(lane.offline_inflight)
-    if lane.offline_peak.known(policy.max_telemetry_age_ms):
-        return max(now, _value(lane.offline_peak))
-    if lane.gate is not None and lane.gate.state is GateState.OPEN:
-        return max(now, float(lane.gate.budget.max_inflight))
-    return now
+def _offline_bound(replica: ReplicaView, lane: LaneView, policy: IdlePolicy) -> float:
+    """The most own offline requests that the replica's last scrape can show."""
+    bound = _value(lane.offline_inflight)
+    peak = lane.offline_peak.within(policy.max_telemetry_age_ms)
+    if peak is not None:
+        bound = max(bound, peak)
+    covered = peak is not None and _age(lane.offline_peak) <= _scraped_ms(replica)
+    if not covered and lane.gate is not None and lane.gate.state is GateState.OPEN:
+        bound = max(bound, float(lane.gate.budget.max_inflight))
+    return bound
+
+
+def _scraped_ms(replica: ReplicaView) -> float:
+    """Age of the request gauges; of the younger one, should they differ."""
+    return min(_age(replica.engine_running), _age(replica.engine_waiting))
 
 
 def _foreign(replica: ReplicaView, lane: LaneView, idle_for: float, policy: IdlePolicy) -> float | None:
@@ -206,7 +213,7 @@ def _foreign(replica: ReplicaView, lane: LaneView, idle_for: float, policy: Idle
     if scraped_ms + policy.metric_lag_ms > idle_for:
         return None
     held = _value(replica.engine_running) + _value(replica.engine_waiting)
-    return max(0.0, held - _offline_bound(lane, policy))
+    return max(0.0, held - _offline_bound(replica, lane, policy))
 
 
 def _gpu_active(replica: ReplicaView, lane: LaneView, policy: IdlePolicy) -> Verdict | None:
@@ -214,7 +221,7 @@ def _gpu_active(replica: ReplicaView, lane: LaneView, policy: IdlePolicy) -> Ver
 
     With own offline work the GPU shows full activity, which then says nothing.
     """
-    if policy.max_gpu_activity is None or _offline_bound(lane, policy) > 0:
+    if policy.max_gpu_activity is None or _offline_bound(replica, lane, policy) > 0:
         return None
     bad = _unread("gpu_activity", replica.gpu_activity, policy.max_metric_age_ms, *_METRIC)
     if bad is not None:

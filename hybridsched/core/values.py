@@ -117,14 +117,15 @@ class LaneView(Value, frozen=True, kw_only=True):
     epoch: int = 0
     """The lane's current epoch (it outlives the gate)."""
     offline_inflight: Signal = UNKNOWN
-    """Offline requests that the lane's worker has in the engine."""
+    """Offline requests that the lane's worker has in the engine, counted as the engine does: by sequences."""
     work: Signal = UNKNOWN
     """Lines that the lane's worker could run (queued or held back); unknown when no worker stands there."""
     offline_peak: Signal = UNKNOWN
     """Most offline requests the lane's worker had in the engine at once over the last two seconds or so.
 
     Optional: engine gauges lag, so a request that just ended still shows in them. With the peak known, the
-    foreign-load check knows how many those can be; without it, the open gate's budget is taken instead.
+    foreign-load check knows how many those can be; without it, the open gate's budget is taken instead. The
+    span must not be shorter than engine metrics may be old (`idle.max_metric_age_ms`).
     """
     tokens_per_s: Signal = UNKNOWN
     """Measured offline tokens (prompt + output) per second of the lane; optional, it sizes the chunks."""

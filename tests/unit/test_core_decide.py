@@ -191,6 +191,8 @@ def test_counters_that_stand_still_close_only_while_the_engine_holds_requests() 
     held = replica(engine_running=sig(4), **still)
     assert one(snap(replicas=(held,), lanes=(lane(offline_inflight=sig(4)),))).reason is Reason.METRIC_FROZEN
     assert one(snap(replicas=(replica(**still),))).state is GateState.OPEN
+    hidden = lane(offline_inflight=sig(4))
+    assert one(snap(replicas=(replica(**still),), lanes=(hidden,))).reason is Reason.METRIC_FROZEN
     moving = replica(engine_running=sig(4), frozen_ms=sig(2999))
     assert one(snap(replicas=(moving,), lanes=(lane(offline_inflight=sig(4)),))).state is GateState.OPEN
 
@@ -245,6 +247,13 @@ class TestForeignLoad:
         assert one(snap(replicas=(view,), lanes=(peak,))).state is GateState.OPEN
         open_lane = lane(offline_inflight=sig(3), gate=open_gate())
         assert one(snap(replicas=(view,), lanes=(open_lane,))).state is GateState.OPEN
+
+    def test_a_scrape_newer_than_the_lanes_record_may_show_requests_sent_since(self) -> None:
+        view = replica(engine_running=sig(30, 10), engine_waiting=sig(0, 10))
+        record = {"offline_inflight": sig(0, 200), "offline_peak": sig(5, 200), "work": sig(9, 200)}
+        started = lane(gate=open_gate(), **record)
+        assert one(snap(replicas=(view,), lanes=(started,))).state is GateState.OPEN
+        assert one(snap(replicas=(view,), lanes=(lane(**record),))).reason is Reason.FOREIGN_LOAD
 
     def test_requests_just_sent_do_not_show_yet(self) -> None:
         sent = lane(offline_inflight=sig(64), gate=open_gate())
