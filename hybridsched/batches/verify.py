@@ -33,13 +33,13 @@ class FileCheck(msgspec.Struct, frozen=True):
         return self.missing == 0 and self.extra == 0
 
 
-class _Answer(msgspec.Struct):
-    custom_id: str | None = None
-    error: msgspec.Raw | None = None
-
-
 class _ErrorLine(msgspec.Struct):
     line: int = 0
+
+
+class _Answer(msgspec.Struct):
+    custom_id: str | None = None
+    error: _ErrorLine | None = None
 
 
 def check_files(source: str | Path, output: str | Path, errors: str | Path) -> FileCheck:
@@ -81,7 +81,7 @@ def _results(path: Path) -> Iterator[str]:
 
 def _faults(path: Path) -> Iterator[int]:
     for answer in _answers(path):
-        yield msgspec.json.decode(answer.error, type=_ErrorLine).line if answer.error is not None else 0
+        yield answer.error.line if answer.error is not None else 0
 
 
 def _answers(path: Path) -> Iterator[_Answer]:
