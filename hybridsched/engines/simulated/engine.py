@@ -271,6 +271,7 @@ class EngineLoop:
                     self.scheduler.finish(seq, reason)
                     seq.finished_at = end
                     out.finished.append(seq)
+                    self.scheduler.read_gauges(out)
         self.metrics.step(it, out, end)
         if out.finished:
             self._ended(out.finished, end)

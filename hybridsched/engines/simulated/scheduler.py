@@ -321,17 +321,18 @@ class Scheduler:
                     self._finish(seq, "abort")
                     out.finished.append(seq)
             self._aborts.clear()
-        self._gauges(out)
+        self.read_gauges(out)
         if self._pause is not None:
             ended = self._apply_pause()
             if ended:
                 out.finished += ended
-                self._gauges(out)
+                self.read_gauges(out)
         for seq in out.finished:
             seq.finished_at = now
         return out
 
-    def _gauges(self, out: Outcome) -> None:
+    def read_gauges(self, out: Outcome) -> None:
+        """Take the gauges anew; needed after `finish` between `commit` and their use."""
         out.running, out.waiting, out.kv_use = len(self.running), self.waiting, self.kv.use
 
     # -- parts ------------------------------------------------------------------------------------------
