@@ -29,7 +29,7 @@ async def look(client: Redis, pool: str, observer: Observer | None = None) -> di
     seen = await observer.look()
     if seen.look_again:
         seen = await observer.look()
-    raw = await client.get(Keys(pool).policy_worker)
+    raw, leader = await client.mget(Keys(pool).policy_worker, Keys(pool).leader)
     problem = ""
     policy: PoolPolicy | None = None
     try:
@@ -46,7 +46,7 @@ async def look(client: Redis, pool: str, observer: Observer | None = None) -> di
         if policy is None
         else {"name": policy.name, "kind": policy.kind, "version": policy.version},
         "policy_problem": problem,
-        "policy_worker": _worker(raw, snapshot.now_ms),
+        "policy_worker": _worker(raw, leader, snapshot.now_ms),
         "holds": [msgspec.to_builtins(hold) for hold in standing(snapshot)],
         "queues": [
             {"model": q.model, "depth": q.depth.value, "oldest_wait_ms": q.oldest_wait_ms.value}
@@ -66,7 +66,7 @@ def gate_now(view: LaneView) -> Gate:
     return view.gate or Gate(lane=view.lane, state=GateState.CLOSED, reason=Reason.LEASE_EXPIRED)
 
 
-def _worker(raw: Any, now_ms: float) -> dict[str, Any] | None:
+def _worker(raw: Any, leader: Any, now_ms: float) -> dict[str, Any] | None:
     if raw is None:
         return None
     try:
@@ -74,7 +74,11 @@ def _worker(raw: Any, now_ms: float) -> dict[str, Any] | None:
     except msgspec.MsgspecError:
         return None
     age = now_ms - status.at_ms
-    return {**msgspec.to_builtins(status), "age_ms": age, "alive": age <= ALIVE_MS}
+    return {
+        **msgspec.to_builtins(status),
+        "age_ms": age,
+        "alive": age <= ALIVE_MS and leader == status.leader.encode(),
+    }
 
 
 def _lane(view: LaneView, replica: ReplicaView | None, now_ms: float) -> dict[str, Any]:
@@ -162,9 +166,7 @@ def headline(status: dict[str, Any]) -> list[str]:
             "Policy worker: none seen in the last minute; start one with `hybridsched worker policy`"
         )
     elif not worker["alive"]:
-        lines.append(
-            f"Policy worker: silent for {span(worker['age_ms'])}; its gates have closed by their lease"
-        )
+        lines.append(f"Policy worker: none leads; the last one spoke {span(worker['age_ms'])} ago")
     else:
         cycle = worker["cycle_ms"]
         lines.append(

@@ -44,6 +44,7 @@ class EventLog:
         self._flush_s = flush_ms / 1000.0
         self._buffer: deque[bytes] = deque()
         self._filled = asyncio.Event()
+        self._writing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self.lost = 0
         """Events dropped because Redis was away for too long."""
@@ -65,7 +66,14 @@ class EventLog:
                 self._task = asyncio.get_running_loop().create_task(self._write(), name="event-log")
 
     async def flush(self) -> None:
-        """Write what the buffer holds. Raises what the Redis client raises; nothing is lost then."""
+        """Write what the buffer holds. Raises what the Redis client raises; nothing is lost then.
+
+        When the connection breaks between writing and its answer, the events of that batch come twice.
+        """
+        async with self._writing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         while self._buffer:
             batch = [self._buffer[i] for i in range(min(_BATCH, len(self._buffer)))]
             pipe = self._client.pipeline(transaction=False)
@@ -81,7 +89,9 @@ class EventLog:
         """Write the rest, as far as Redis can be reached, and end the task."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
+            # Not in the middle of a batch: written and not yet taken off the buffer, it would come twice.
+            async with self._writing:
+                task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         try:

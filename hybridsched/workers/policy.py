@@ -22,7 +22,7 @@ from hybridsched.core.reasons import Reason
 from hybridsched.core.values import Gate, GateDecision, GateState, Snapshot
 from hybridsched.log import get_logger
 from hybridsched.store.channels import messages
-from hybridsched.store.connection import async_client, redact
+from hybridsched.store.connection import StoreError, async_client, redact, store_errors
 from hybridsched.store.decisions import DecisionLog, cut
 from hybridsched.store.events import EventLog
 from hybridsched.store.gates import GateStore, Outcome
@@ -51,12 +51,15 @@ STATUS_LIFE_MS = 60_000
 CUT_ABOVE_LANES = 64
 """Pools with more lanes log only the part of a snapshot that changed, and the whole at heartbeats."""
 
+START_S = 3.0
+"""How long Redis may be away when the worker starts."""
+
 _BACK_OFF_S = (0.05, 1.0)
 _log = get_logger("policy-worker")
 
 
-class PolicyWorkerError(Exception):
-    """The worker may not run: another one leads and this one may not stand by."""
+class PolicyWorkerError(StoreError):
+    """The worker may not run: another one leads, by the store's word, and this one may not stand by."""
 
 
 class PolicyWorker:
@@ -320,7 +323,8 @@ async def run_policy(*, redis_url: str, pool: str, speed: float, standby: bool =
     """Run a policy worker until SIGTERM or SIGINT; then its gates are closed.
 
     Raises:
-        StoreError: the URL cannot be understood.
+        StoreError: the URL cannot be understood, or nothing answers there for a while at the start. Later
+            outages are waited out.
         PolicyWorkerError: another worker leads and `standby` is off.
     """
     stop = asyncio.Event()
@@ -330,12 +334,28 @@ async def run_policy(*, redis_url: str, pool: str, speed: float, standby: bool =
     client = async_client(redis_url, name="hybridsched-policy")
     try:
         _log.info("Starting.", key="policy_start", pool=pool, redis=redact(redis_url), speed=speed)
+        with store_errors(redis_url, "starting the policy worker"):
+            await _reach(client)
         await PolicyWorker(client, pool, speed=speed, standby=standby).run(stop)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         await client.aclose()
     _log.info("Stopped; the gates are closed.", key="policy_stop", pool=pool)
+
+
+async def _reach(client: Redis) -> None:
+    """Tell a wrong address from a server that is just starting: try for `START_S`, then raise."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            await client.ping()
+        except (RedisError, OSError):
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.2)
+        else:
+            return
 
 
 def _all_closed(snapshot: Snapshot) -> tuple[GateDecision, ...]:
