@@ -216,7 +216,7 @@ class Scheduler:
                     if victim is seq:
                         break
                 if seq.status is not Status.RUNNING:
-                    break
+                    continue  # it gave itself up for the others, whose turn it is now
                 seq.blocks += kv.allocate(short)
             work.append((seq, n))
             budget -= n
