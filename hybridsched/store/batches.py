@@ -65,7 +65,7 @@ class BatchStore:
     # users
 
     def submit(self, new: NewBatch) -> BatchInfo:
-        """Register a batch. An id that is known already is left as it is, and returned as it is.
+        """Register a batch. One that is known and has not ended is left, and returned, as it is.
 
         Raises:
             ValueError: the id holds other than letters, digits, '-' and '_', or the deadline is not ahead.
@@ -106,7 +106,12 @@ class BatchStore:
         deadline = "" if new.deadline_in_ms is None else int(new.deadline_in_ms)
         self._scripts.call(
             "batch_submit",
-            [self.keys.batch(new.id), self.keys.batches, self.keys.batches_active],
+            [
+                self.keys.batch(new.id),
+                self.keys.batches,
+                self.keys.batches_active,
+                self.keys.batch_chunks(new.id),
+            ],
             [new.id, deadline, *flat],
         )
         return self.get(new.id)
@@ -293,10 +298,13 @@ class BatchStore:
     # ending
 
     def mark_assembled(self, batch_id: str, next_chunk: int) -> None:
-        """Forget the chunks before `next_chunk`: they are in the output."""
-        numbers = [int(field) for field in self._client.hkeys(self.keys.batch_chunks(batch_id))]
-        if old := [number for number in numbers if number < next_chunk]:
-            self._client.hdel(self.keys.batch_chunks(batch_id), *map(str, old))
+        """Forget the acknowledged chunks before `next_chunk`: they are in the output.
+
+        A chunk can be in the output before its own worker has acknowledged it; that one stays until it has.
+        """
+        chunks = self._chunks(batch_id).items()
+        if old := [no for no, text in chunks if int(no) < next_chunk and _chunk.decode(text).state == "done"]:
+            self._client.hdel(self.keys.batch_chunks(batch_id), *old)
 
     def to_finalize(self, model: str | None) -> Sequence[BatchInfo]:
         """Batches that may be ready to be ended (`claim_finalize` says for certain)."""

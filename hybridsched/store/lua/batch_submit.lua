@@ -1,15 +1,17 @@
 -- Register a batch.
 --
 -- KEYS[1] batch:{id}   hash       KEYS[2] batches  sorted set of ids by submit time
--- KEYS[3] batches-active  sorted set of the ids that have not ended
+-- KEYS[3] batches-active  sorted set of the ids that have not ended     KEYS[4] batch:{id}:chunks  hash
 -- ARGV[1] batch id     ARGV[2] deadline in ms from now, '' for none
 -- ARGV[3..] field, value, field, value, ...
 --
--- Returns 1, or 0 when the id is known already (nothing is changed).
+-- Returns 1, or 0 when the batch is known and has not ended (nothing is changed). An ended one begins anew.
 --@include clock
-if redis.call('EXISTS', KEYS[1]) == 1 then
+local status = redis.call('HGET', KEYS[1], 'status')
+if status and status ~= 'completed' and status ~= 'failed' and status ~= 'expired' and status ~= 'cancelled' then
   return 0
 end
+redis.call('DEL', KEYS[1], KEYS[4])
 local now = math.floor(clock_ms())
 for i = 3, #ARGV, 2 do
   redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
