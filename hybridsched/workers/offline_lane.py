@@ -33,12 +33,15 @@ class Lane:
         executor: LineExecutor,
         *,
         event: Callable[[dict[str, Any]], None],
+        on_open: Callable[[bool], None] = lambda is_open: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`event` takes the events of the report (see `store.events`)."""
+        """`event` takes the events of the report (see `store.events`); `on_open` is told when it opens or
+        closes."""
         self.name = name
         self._executor = executor
         self._event = event
+        self._on_open = on_open
         self._clock = clock
         self._state = machine.LaneState(lane=name)
         self._grace: asyncio.TimerHandle | None = None
@@ -102,6 +105,7 @@ class Lane:
             self._peaks.popleft()
 
     def _handle(self, event: machine.Event) -> None:
+        was_open = self.is_open
         self._state, instructions = machine.handle(self._state, event)
         for instruction in instructions:
             self._execute(instruction)
@@ -113,6 +117,8 @@ class Lane:
             self._idle.set()
         else:
             self._idle.clear()
+        if self.is_open != was_open:
+            self._on_open(self.is_open)
 
     def _execute(self, instruction: machine.Instruction) -> None:
         match instruction:

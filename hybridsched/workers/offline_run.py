@@ -57,7 +57,9 @@ class LineRun:
         self.sink = sink
         self.order = order
         self.shape = plan.shape_of(path, body)
-        self.kept = kept if self.shape.continuable else None
+        if kept is not None and not kept.prompt_ids and self.shape.prompt_ids is not None:
+            kept = msgspec.structs.replace(kept, prompt_ids=self.shape.prompt_ids)
+        self.kept = kept if kept is not None and kept.prompt_ids and self.shape.continuable else None
         self.prompt_ids = self.kept.prompt_ids if self.kept else self.shape.prompt_ids
         self.prompt_estimate = (
             len(self.prompt_ids)
@@ -70,6 +72,8 @@ class LineRun:
         """How often the engine failed while it ran."""
         self.counts_as_death = False
         """Set before its connection is closed because the engine no longer answers."""
+        self.dropped = False
+        """Set when its sink wants it no more: it ends without a result."""
         self.fed = 0
         """Leading tokens taken to be in the prefix cache."""
         self.computed = 0
@@ -84,11 +88,12 @@ class LineRun:
     def next_request_id(self) -> str:
         """A fresh id; the engine must not see one twice at a time."""
         self.attempt += 1
-        return f"hsoff-{self.batch}-{self.number}-{self.attempt}"
+        return self.request_id
 
     @property
-    def max_output(self) -> int | None:
-        return self.shape.max_tokens
+    def request_id(self) -> str:
+        """The id of the last request."""
+        return f"hsoff-{self.batch}-{self.number}-{self.attempt}"
 
     def planned_tokens(self, max_model_len: int | None) -> int:
         """KV cache the line may come to need: prompt and most output, in tokens."""
@@ -146,3 +151,17 @@ class LineRun:
 
 def _aborted(answer: dict[str, Any]) -> bool:
     return any(choice.get("finish_reason") == "abort" for choice in answer.get("choices") or ())
+
+
+def failure(run: LineRun, code: str, message: str, *, status: int | None = None) -> LineResult:
+    """The end of a line in an error."""
+    return LineResult(request_id=run.request_id, status_code=status, error_code=code, error_message=message)
+
+
+def engine_failed(run: LineRun) -> LineResult:
+    """The end of a line that the engine does not survive."""
+    message = (
+        f"the engine failed {run.deaths} times while it ran this line, at last with nothing else in it; "
+        "the line is not tried again"
+    )
+    return failure(run, "engine_failed", message)

@@ -67,7 +67,7 @@ class LaneWire:
 
     async def send(
         self, run: LineRun, path: str, body: dict[str, Any], grant: Grant, *, is_slice: bool = False
-    ) -> tuple[str, Completion]:
+    ) -> Completion:
         """One request and its answer. Raises what the engine raises."""
         request_id = run.next_request_id()
         self._sent[request_id] = (path, run)
@@ -82,7 +82,7 @@ class LaneWire:
                 path, _encode(body), request_id=request_id, timeout_s=timeout_s
             )
             measured = is_slice and answer.status < 400 and not answer.aborted
-            return request_id, answer
+            return answer
         finally:
             del self._sent[request_id]
             if measured:

@@ -1,0 +1,357 @@
+"""The offline worker: runs batches on one lane while its gate is open.
+
+One event loop follows the gate, runs the lines and publishes the lane's telemetry; two threads take chunks
+from RQ, and one plans them. `offline_lane` has the pause, `offline_lines` the lines, `offline_rq` the chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis import RedisError
+
+from hybridsched.core.chunking import Throughput, next_chunk_lines, next_chunk_tokens
+from hybridsched.core.policy import PolicyKind, PoolPolicy
+from hybridsched.log import get_logger
+from hybridsched.store.batches import BatchStore
+from hybridsched.store.connection import async_client, redact, sync_client
+from hybridsched.store.errors import StoreError
+from hybridsched.store.events import EventLog
+from hybridsched.store.gates import GateStore
+from hybridsched.store.keys import Keys
+from hybridsched.store.policy import PolicyStore
+from hybridsched.store.telemetry import LaneRecord, TelemetryStore, decode_replica
+from hybridsched.workers.offline_chunks import ChunkInHand
+from hybridsched.workers.offline_engine import LaneEngine, lane_engine
+from hybridsched.workers.offline_feed import ChunkSize, Feeder
+from hybridsched.workers.offline_folders import Folders
+from hybridsched.workers.offline_lane import Lane
+from hybridsched.workers.offline_rq import ChunkThread, LaneLink
+
+_log = get_logger("offline")
+
+PIPELINE = 2
+"""Chunks in hand: while the last lines of one run, the next one fills the engine."""
+
+PUBLISH_S = 0.25
+"""Between two telemetry records without a change, seconds."""
+
+_LEAST_PUBLISH_S = 0.02
+_KEEP_AFTER_S = 0.5
+"""A pause that lasts this long gets the tokens of its lines written down; most are over sooner."""
+
+_STOP_S = 10.0
+"""Longest wait at a stop for chunks to be put down."""
+
+_BACK_OFF_S = (0.1, 5.0)
+
+
+async def run_offline(
+    *,
+    redis_url: str,
+    pool: str,
+    lane: str,
+    replica: str,
+    model: str,
+    engine_url: str,
+    speed: float,
+    burst: bool = False,
+) -> None:
+    """Run the lane until SIGTERM, SIGINT or SIGUSR2, or with `burst` until no batch is left.
+
+    A stop ends what is in flight and keeps its tokens; chunks go back to the queue with their place. It waits
+    for Redis and for the engine for ever.
+
+    Raises:
+        StoreUrlError: the URL cannot be understood.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        loop.add_signal_handler(number, stop.set)
+    worker = OfflineWorker(
+        redis_url=redis_url,
+        pool=pool,
+        lane=lane,
+        replica=replica,
+        model=model,
+        engine_url=engine_url,
+        speed=speed,
+        burst=burst,
+    )
+    try:
+        await worker.run(stop)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            loop.remove_signal_handler(number)
+
+
+class OfflineWorker:
+    """One lane's worker."""
+
+    def __init__(
+        self,
+        *,
+        redis_url: str,
+        pool: str,
+        lane: str,
+        replica: str,
+        model: str,
+        engine_url: str,
+        speed: float = 1.0,
+        burst: bool = False,
+    ) -> None:
+        self._url = redis_url
+        self._pool = pool
+        self._lane_name = lane
+        self._replica = replica
+        self._model = model
+        self._engine_url = engine_url
+        self._speed = speed
+        self._burst = burst
+        self._name = f"{lane}@{socket.gethostname()}:{os.getpid()}"
+        self._keys = Keys(pool)
+        self._policy = PoolPolicy(name="default", kind=PolicyKind.IDLE_WINDOW).at_speed(speed)
+        self._throughput = Throughput()
+        self._hook: Callable[[], None] = lambda: None
+        """What a change in the executor leads to, once the lane is there."""
+        self._changed = asyncio.Event()
+        self._published = LaneRecord(lane=lane)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set (or, with `burst`, until no batch is left)."""
+        client = async_client(self._url, name=f"offline-{self._lane_name}")
+        threads_client = sync_client(self._url, name=f"offline-{self._lane_name}")
+        _log.info(
+            "The offline worker starts; it runs batches while the gate of its lane is open.",
+            key="offline_start",
+            lane=self._lane_name,
+            engine=self._engine_url,
+            redis=redact(self._url),
+        )
+        try:
+            async with lane_engine(self._engine_url, self._policy, on_change=lambda: self._hook()) as engine:
+                await self._run(stop, client, threads_client, engine)
+        finally:
+            await client.aclose()
+            threads_client.close()
+        _log.info("The offline worker has stopped.", key="offline_stop", lane=self._lane_name)
+
+    async def _run(
+        self,
+        stop: asyncio.Event,
+        client: redis.asyncio.Redis,
+        threads_client: redis.Redis,
+        engine: LaneEngine,
+    ) -> None:
+        self._engine = engine
+        self._executor = engine.executor
+        self._client = client
+        self._telemetry = TelemetryStore(client, self._pool)
+        events = EventLog(client, self._pool)
+        self._link = LaneLink(
+            asyncio.get_running_loop(), engine.executor, event=events.append, measured=self._chunk_done
+        )
+        self._lane = Lane(self._lane_name, engine.executor, event=events.append, on_open=self._link.lane_is)
+        self._hook = self._executor_changed
+        store = BatchStore(threads_client, self._pool)
+        folders = Folders()
+        feeder = Feeder(
+            store,
+            threads_client,
+            self._link,
+            folders,
+            model=self._model,
+            size=self._chunk_size,
+            name=f"feeder-{self._lane_name}",
+        )
+        self._feeder = feeder
+        threads = [
+            ChunkThread(store, self._link, folders, model=self._model, name=f"{self._name}-{i}")
+            for i in range(PIPELINE)
+        ]
+        watch = GateStore(client, self._pool).watch(self._lane_name, on_change=self._lane.gate_changed)
+        async with watch, self._tasks(stop):
+            feeder.start()
+            for thread in threads:
+                thread.start()
+            try:
+                await stop.wait()
+            finally:
+                await self._stop(threads, feeder)
+        folders.close()
+        with suppress(RedisError, OSError):
+            await self._telemetry.withdraw_lane(self._lane_name)
+        await events.close()
+
+    @asynccontextmanager
+    async def _tasks(self, stop: asyncio.Event) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.create_task(self._follow_policy(), name="policy"),
+            asyncio.create_task(self._publish(stop), name="telemetry"),
+            asyncio.create_task(self._keep_partials(), name="keep"),
+        ]
+        for task in tasks:
+            task.add_done_callback(lambda ended: _task_ended(ended, stop))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stop(self, threads: list[ChunkThread], feeder: Feeder) -> None:
+        """End what is in flight keeping its tokens, put the chunks down, end the threads."""
+        self._lane.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await self._lane.until_quiet()
+        self._link.stopping.set()
+        self._link.fed.set()
+        for taker in threads:
+            taker.wake()
+        deadline = time.monotonic() + _STOP_S
+        ending: list[threading.Thread] = [*threads, feeder]
+        for thread in ending:
+            await asyncio.to_thread(thread.join, max(0.1, deadline - time.monotonic()))
+            if thread.is_alive():
+                _log.warning(
+                    "A thread did not end in time; its chunk comes free when its lease ends.",
+                    key="stop_late",
+                    thread=thread.name,
+                )
+
+    # -- the gate, the policy and the sizes
+
+    def _executor_changed(self) -> None:
+        self._lane.executor_changed()
+        inflight, told = self._executor.inflight, self._published
+        if inflight > (told.offline_peak or 0) or (inflight == 0) != (told.offline_inflight == 0):
+            self._changed.set()
+
+    async def _follow_policy(self) -> None:
+        store = PolicyStore(self._client, self._pool)
+        back_off = _BACK_OFF_S[0]
+        while True:
+            try:
+                async for policy in store.watch():
+                    back_off = _BACK_OFF_S[0]
+                    if policy is not None:
+                        self._policy = policy.at_speed(self._speed)
+                        self._engine.admission.policy = self._policy
+                        self._lane.policy_changed(self._policy)
+            except (StoreError, RedisError, OSError) as error:
+                _log.warning(
+                    "The policy could not be read; the last one known stays. It is tried again.",
+                    key="policy_outage",
+                    error=str(error),
+                )
+            await asyncio.sleep(back_off)
+            back_off = min(back_off * 2, _BACK_OFF_S[1])
+
+    def _chunk_size(self, tokens_per_line: float | None) -> ChunkSize:
+        """How large the next chunk may be (called by the feeder's thread; reads only)."""
+        policy, rate = self._policy.offline, self._throughput.tokens_per_s
+        parallel = self._executor.budget.max_inflight or policy.max_inflight
+        return ChunkSize(
+            max_tokens=next_chunk_tokens(policy, rate, kv_tokens=self._engine.admission.kv_tokens),
+            max_lines=next_chunk_lines(policy, rate, tokens_per_line=tokens_per_line, parallel=parallel),
+            min_lines=policy.chunk_min_lines,
+            ahead=policy.chunks_ahead,
+        )
+
+    def _chunk_done(self, chunk: ChunkInHand, took_s: float) -> None:
+        _log.debug(
+            "A chunk is finished.",
+            batch=chunk.batch,
+            chunk=chunk.chunk_no,
+            lines=chunk.totals.lines,
+            took_s=took_s,
+        )
+
+    # -- telemetry
+
+    async def _publish(self, stop: asyncio.Event) -> None:
+        back_off = _BACK_OFF_S[0]
+        before_s, before_tokens, open_s = time.monotonic(), 0, 0.0
+        while True:
+            self._changed.clear()
+            now_s, tokens = time.monotonic(), self._executor.finished_tokens
+            if self._lane.is_open:
+                open_s += now_s - before_s
+            before_s = now_s
+            if open_s >= 1.0 and tokens > before_tokens:
+                self._throughput = self._throughput.observe(tokens=tokens - before_tokens, seconds=open_s)
+                before_tokens, open_s = tokens, 0.0
+            try:
+                await self._publish_once()
+                back_off = _BACK_OFF_S[0]
+            except (RedisError, OSError):
+                await asyncio.sleep(back_off)  # the record dies by itself; the gate's watch says so
+                back_off = min(back_off * 2, _BACK_OFF_S[1])
+                continue
+            if self._burst and self._nothing_left():
+                stop.set()
+            await asyncio.sleep(_LEAST_PUBLISH_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PUBLISH_S - _LEAST_PUBLISH_S):
+                    await self._changed.wait()
+
+    async def _publish_once(self) -> None:
+        # Lines whose results have no place on the disk must not run: then the lane has no work to show.
+        work = 0 if self._link.disk_full else self._executor.lines + self._feeder.backlog
+        record = LaneRecord(
+            lane=self._lane_name,
+            replica=self._replica,
+            offline_inflight=self._executor.inflight,
+            work=work,
+            offline_peak=self._lane.peak(),
+            tokens_per_s=self._throughput.tokens_per_s,
+            worker=self._name,
+        )
+        nudge = (work > 0) != ((self._published.work or 0) > 0)
+        self._published = record
+        await self._telemetry.publish_lane(record, nudge=nudge)
+        raw: Any = await self._client.get(self._keys.telemetry(self._replica))
+        replica = decode_replica(raw)
+        if replica is not None and replica.online_inflight is not None:
+            self._engine.admission.online_inflight = replica.online_inflight
+
+    def _nothing_left(self) -> bool:
+        feeder = self._feeder
+        return feeder.cycles > 0 and not feeder.batches_left and not self._link.chunks
+
+    # -- long pauses
+
+    async def _keep_partials(self) -> None:
+        """Put the tokens of paused lines on the disk once a pause has lasted for a while."""
+        while True:
+            await self._lane.opened()
+            await self._lane.until_quiet()
+            await asyncio.sleep(_KEEP_AFTER_S)
+            if self._lane.quiet:
+                for chunk in tuple(self._link.chunks):
+                    chunk.keep()
+                    await asyncio.sleep(0)
+
+
+def _task_ended(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """A task of the worker ends only when it is cancelled; another end must not go unseen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error(
+            "A part of the worker failed; it stops, and goes on where it was when it is started again.",
+            key="task_failed",
+            task=task.get_name(),
+            exc_info=error,
+        )
+        stop.set()

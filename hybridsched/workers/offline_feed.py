@@ -1,0 +1,239 @@
+"""The feeder of a worker: plans chunks a bounded number ahead, finds lost ones, and ends complete batches.
+
+Every worker of a pool has one; the store's scripts decide between them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import redis
+from redis import RedisError
+from rq import Queue
+
+from hybridsched.batches.assemble import Assembler, Progress
+from hybridsched.batches.cut import Cursor, cut_chunk
+from hybridsched.batches.files import BatchFileError
+from hybridsched.batches.work import WorkFolder
+from hybridsched.log import get_logger
+from hybridsched.store.batch_values import EXPIRED_CODE, BatchInfo, BatchStatus
+from hybridsched.store.batches import BatchStore
+from hybridsched.store.errors import StoreError
+from hybridsched.workers.offline_folders import FINAL_ERRORS, Folders
+from hybridsched.workers.offline_rq import LaneLink
+
+_log = get_logger("offline")
+
+CYCLE_S = 0.5
+"""Between two looks at the store, seconds; a chunk that is taken or finished brings one forward."""
+
+FINAL_LEASE_MS = 30_000.0
+"""How long the duty to end a batch holds: appending its last chunks and flushing them."""
+
+_PLANS_A_CYCLE = 32
+_AVOID_S = 30.0
+"""How long a batch whose files cannot be used from here is left to other workers."""
+
+_LANE_ALIVE_MS = 10_000.0
+_MESSAGES = {
+    EXPIRED_CODE: "the batch's deadline passed before this line had run",
+}
+_ENDS = {"": BatchStatus.COMPLETED, EXPIRED_CODE: BatchStatus.EXPIRED}
+
+
+class ChunkSize(msgspec.Struct, frozen=True, kw_only=True):
+    """What the next chunk may hold."""
+
+    max_tokens: int
+    max_lines: int
+    min_lines: int
+    ahead: int
+    """Chunks ahead for each lane."""
+
+
+class Feeder(threading.Thread):
+    """Plans, sweeps and finalises for the batches of one model."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        client: redis.Redis,
+        link: LaneLink,
+        folders: Folders,
+        *,
+        model: str,
+        size: Callable[[float | None], ChunkSize],
+        name: str,
+    ) -> None:
+        """`size(tokens per line)` says how large the next chunk may be."""
+        super().__init__(name=name, daemon=True)
+        self._store = store
+        self._client = client
+        self._link = link
+        self._folders = folders
+        self._model = model
+        self._size = size
+        self._avoid: dict[str, float] = {}
+        self._chunk_lines = 1
+        self.backlog = 0
+        """Lines that stand in the queue or are not planned yet, about; 0 when there is nothing to take."""
+        self.cycles = 0
+        """Looks at the store so far."""
+        self.batches_left = True
+        """Whether any batch has not ended."""
+
+    def run(self) -> None:
+        """Until `LaneLink.stopping` is set."""
+        said_s = 0.0
+        while not self._link.stopping.is_set():
+            try:
+                self.cycle()
+            except (RedisError, StoreError, OSError) as error:
+                if time.monotonic() - said_s > 30:
+                    said_s = time.monotonic()
+                    _log.warning(
+                        "Redis cannot be reached to plan chunks; trying again. Check that the server runs.",
+                        key="feeder_outage",
+                        error=str(error),
+                    )
+            self._link.fed.wait(CYCLE_S)
+            self._link.fed.clear()
+
+    def cycle(self) -> None:
+        """One look: sweep, plan, finalise, count. Raises what the Redis client raises."""
+        swept = self._store.sweep(self._model)
+        for batch_id, chunk in swept.reclaimed:
+            _log.warning(
+                "A worker lost a chunk (it died or was cut off); it is queued again.",
+                key="chunk_reclaimed",
+                batch=batch_id,
+                chunk=chunk,
+            )
+        if not self._link.disk_full:
+            self._plan()
+        for batch in self._store.to_finalize(self._model):
+            if not self._avoided(batch):
+                self._finalize(batch)
+        self._count()
+        self.cycles += 1
+
+    def _avoided(self, batch: BatchInfo) -> bool:
+        return self._avoid.get(batch.id, 0.0) > time.monotonic()
+
+    def _plan(self) -> None:
+        lanes = self._lanes()
+        for _ in range(_PLANS_A_CYCLE):
+            ahead = self._size(None).ahead * lanes
+            batch = next((b for b in self._store.to_feed(self._model, ahead) if not self._avoided(b)), None)
+            if batch is None:
+                return
+            try:
+                self._plan_one(batch, ahead)
+            except BatchFileError as error:
+                self._unusable(batch, error)
+
+    def _plan_one(self, batch: BatchInfo, ahead: int) -> None:
+        work = self._folders.get(batch)
+        index = work.index
+        size = self._size(index.tokens / index.valid if index.valid else None)
+        with work.open_input() as file:
+            span = cut_chunk(
+                file,
+                Cursor(batch.cursor, batch.cursor_line),
+                max_tokens=size.max_tokens,
+                max_lines=size.max_lines,
+                min_lines=size.min_lines,
+                duplicates=index.duplicates,
+            )
+        if span is None:
+            raise BatchFileError(f"{work.files.input} has no line after byte {batch.cursor}")
+        self._chunk_lines = span.lines
+        self._store.plan_chunk(
+            batch,
+            end=span.end,
+            first_line=span.first_line,
+            lines=span.lines,
+            tokens=span.tokens,
+            next_line=span.next_line,
+            at_end=span.at_end,
+            ahead=ahead,
+        )
+
+    def _lanes(self) -> int:
+        """Lanes at the pool whose workers are alive."""
+        seconds, micros = self._client.time()
+        since = seconds * 1000.0 + micros / 1000.0 - _LANE_ALIVE_MS
+        return max(1, int(self._client.zcount(self._store.keys.lane_index, since, "+inf")))
+
+    def _finalize(self, batch: BatchInfo) -> None:
+        fence = self._store.claim_finalize(batch.id, lease_ms=FINAL_LEASE_MS)
+        if fence is None:
+            return
+        batch = self._store.get(batch.id)
+        try:
+            work = self._folders.get(batch)
+            progress = _complete(work, batch.stop)
+            status = _ENDS.get(batch.stop, BatchStatus.CANCELLED)
+            if self._store.finalized(batch.id, fence, status, done=progress.done, failed=progress.failed):
+                _log.info(
+                    "A batch has ended.",
+                    key="batch_ended",
+                    batch=batch.id,
+                    status=status.value,
+                    done=progress.done,
+                    failed=progress.failed,
+                )
+                work.remove()
+                self._folders.forget(batch.id)
+        except BatchFileError as error:
+            self._unusable(batch, error)
+
+    def _unusable(self, batch: BatchInfo, error: BatchFileError) -> None:
+        self._folders.forget(batch.id)
+        if isinstance(error, FINAL_ERRORS):
+            _log.error(
+                "A batch cannot go on and is failed; what is finished stays in its work folder.",
+                key="batch_failed",
+                batch=batch.id,
+                error=str(error),
+            )
+            self._store.set_status(batch.id, BatchStatus.FAILED, str(error))
+            return
+        self._avoid[batch.id] = time.monotonic() + _AVOID_S
+        _log.warning(
+            "The files of a batch cannot be used from here; it is left to other workers for a while.",
+            key="batch_unusable",
+            batch=batch.id,
+            error=str(error),
+        )
+
+    def _count(self) -> None:
+        batches = [batch for batch in self._store.active(self._model) if not self._avoided(batch)]
+        self._folders.keep_only({batch.id for batch in batches})
+        self.batches_left = bool(batches)
+        queues = {self._store.keys.rq_queue(self._model), self._store.keys.rq_queue(None)}
+        prefix = Queue.redis_queue_namespace_prefix
+        queued = sum(int(self._client.llen(f"{prefix}{name}")) for name in queues)
+        unplanned = sum(
+            max(1, round(batch.lines * (1 - batch.cursor / max(1, batch.bytes))))
+            for batch in batches
+            if not batch.at_end and not batch.stop
+        )
+        self.backlog = queued * self._chunk_lines + unplanned
+
+
+def _complete(work: WorkFolder, stop: str) -> Progress:
+    """Append all that is finished and, with `stop`, report the rest as that."""
+    assembler = Assembler(work)
+    if stop:
+        message = _MESSAGES.get(stop, "the batch was cancelled before this line had run")
+        return assembler.close_out(stop, message)
+    progress = assembler.advance()
+    if not progress.at_end:
+        raise BatchFileError(
+            f"{work.path}: every chunk is acknowledged, but the output ends before line {progress.line}"
+        )
+    return progress

@@ -1,0 +1,397 @@
+"""Chunks from RQ: threads that take one at a time, hand it to the lane's event loop and wait for its end.
+
+Two of them keep two chunks in hand, so that the engine does not run dry where one ends. The lease of a chunk
+in the ledger is what counts; the RQ job only woke a thread up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from redis import RedisError
+
+from hybridsched.batches.assemble import Assembler
+from hybridsched.batches.cut import ChunkSpan
+from hybridsched.batches.files import BatchFileError, DiskFullError
+from hybridsched.batches.work import WorkFolder
+from hybridsched.log import get_logger
+from hybridsched.store.batch_values import BatchStatus, ClaimedChunk, ClaimRefused
+from hybridsched.store.batches import BatchStore
+from hybridsched.store.errors import StoreError
+from hybridsched.workers.offline_chunks import ChunkInHand
+from hybridsched.workers.offline_folders import FINAL_ERRORS, Folders
+from hybridsched.workers.offline_lines import LineExecutor
+
+_log = get_logger("offline")
+
+LEASE_MS = 8_000.0
+"""Life of a chunk's lease without a heartbeat: how long a killed worker's chunk waits for another one."""
+
+BEAT_S = 2.0
+_RQ_BEAT_S = 60.0
+"""RQ forgets a job that is silent for 420 s; a chunk may be paused for longer."""
+
+HOLD_S = 30.0
+"""How long a lane that is paused keeps a chunk that another lane could run."""
+
+_BACK_OFF_S = (0.2, 5.0)
+
+
+class LaneLink:
+    """What the threads need of the lane, each call safe from any thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        executor: LineExecutor,
+        *,
+        event: Callable[[dict[str, Any]], None],
+        measured: Callable[[ChunkInHand, float], None],
+    ) -> None:
+        """`measured(chunk, seconds)` is told of every finished chunk, on the loop."""
+        self._loop = loop
+        self._executor = executor
+        self._event = event
+        self._measured = measured
+        self.gate = threading.Event()
+        """Set while the lane's gate is open."""
+        self.stopping = threading.Event()
+        self.closed_since_s = time.monotonic()
+        self.chunks: set[ChunkInHand] = set()
+        """In hand; changed on the loop only."""
+        self.fed = threading.Event()
+        """Set to make the feeder look at once."""
+
+    def lane_is(self, is_open: bool) -> None:
+        """The gate opened or closed (called on the loop)."""
+        if is_open:
+            self.gate.set()
+        elif self.gate.is_set():
+            self.closed_since_s = time.monotonic()
+            self.gate.clear()
+
+    @property
+    def disk_full(self) -> bool:
+        return any(chunk.disk_full for chunk in tuple(self.chunks))
+
+    def begin(self, chunk: ChunkInHand) -> None:
+        """Hand a chunk's lines to the executor."""
+
+        def act() -> None:
+            self.chunks.add(chunk)
+            self._executor.submit(list(chunk.runs))
+
+        self._loop.call_soon_threadsafe(act)
+
+    def write(self, chunk: ChunkInHand) -> None:
+        """Try again to write what a full disk refused."""
+        self._loop.call_soon_threadsafe(chunk.write)
+
+    def finish(self, chunk: ChunkInHand, took_s: float) -> None:
+        """A chunk has been acknowledged."""
+
+        def act() -> None:
+            self.chunks.discard(chunk)
+            self._measured(chunk, took_s)
+            totals = chunk.totals
+            self._event(
+                {
+                    "t": "chunk",
+                    "batch": chunk.batch,
+                    "chunk": chunk.chunk_no,
+                    "lines": totals.lines,
+                    "mono_s": time.monotonic(),
+                    "took_s": took_s,
+                    "tokens": totals.prompt_tokens + totals.output_tokens,
+                    "prompt_tokens": totals.prompt_tokens,
+                    "output_tokens": totals.output_tokens,
+                    "recomputed": totals.recomputed,
+                }
+            )
+
+        self._loop.call_soon_threadsafe(act)
+
+    def withdraw(self, chunk: ChunkInHand, *, keep: bool) -> None:
+        """Take a chunk's lines out of hand, with `keep` their tokens into its journal. Waits for it."""
+        done = threading.Event()
+
+        def act() -> None:
+            self._executor.withdraw(chunk)
+            self.chunks.discard(chunk)
+            if keep:
+                chunk.keep()
+            done.set()
+
+        self._loop.call_soon_threadsafe(act)
+        if not done.wait(10):
+            _log.error("The lane's loop does not react; a chunk is given back as it is.", key="loop_stuck")
+
+
+class ChunkThread(threading.Thread):
+    """Takes chunks one at a time while the lane is open."""
+
+    _sequence = itertools.count()
+
+    def __init__(self, store: BatchStore, link: LaneLink, folders: Folders, *, model: str, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._store = store
+        self._link = link
+        self._folders = folders
+        self._wake = threading.Event()
+        self._rq = store.worker(model, self._run_chunk, name=name)
+        self._back_off_s = _BACK_OFF_S[0]
+
+    def wake(self) -> None:
+        """Look at the lane's state at once."""
+        self._wake.set()
+
+    def run(self) -> None:
+        """Until `LaneLink.stopping` is set."""
+        link = self._link
+        try:
+            while not link.stopping.is_set():
+                # The gate is checked before every chunk; a chunk taken just before it closes waits in hand.
+                if not link.gate.wait(0.2) or link.disk_full:
+                    continue
+                try:
+                    self._rq.take(1)
+                    self._back_off_s = _BACK_OFF_S[0]
+                except (RedisError, OSError) as error:
+                    self._outage(error)
+        finally:
+            try:
+                self._rq.close()
+            except (RedisError, OSError) as error:
+                _log.debug("RQ could not be told of the end; it forgets us by itself.", error=str(error))
+
+    def _outage(self, error: Exception) -> None:
+        if self._back_off_s >= 1.0:
+            _log.warning(
+                "Redis cannot be reached to take chunks; trying again. Check that the server runs.",
+                key="chunks_outage",
+                error=str(error),
+            )
+        self._link.stopping.wait(self._back_off_s)
+        self._back_off_s = min(self._back_off_s * 2, _BACK_OFF_S[1])
+
+    def _run_chunk(self, batch_id: str, chunk_no: int) -> None:
+        """One RQ job (see `store.rq_chunks`)."""
+        claimed = self._store.claim_chunk(batch_id, chunk_no, owner=self.name, lease_ms=LEASE_MS)
+        if isinstance(claimed, ClaimRefused):
+            return
+        self._link.fed.set()
+        try:
+            work = self._folders.get(claimed.batch)
+            if Assembler(work).state().next_chunk > chunk_no:
+                # Its results are in the output already; only the acknowledgement was lost.
+                self._acknowledge(claimed, done=claimed.chunk.lines, failed=0, output_tokens=0)
+                return
+            chunk = ChunkInHand.load(
+                work, chunk_no, claimed.fence, _span(claimed), sequence=next(self._sequence)
+            )
+        except DiskFullError as error:
+            _log.error(
+                "The disk is full: the chunk goes back to the queue and is tried again.",
+                key="disk_full",
+                batch=batch_id,
+                error=str(error),
+            )
+            self._give_back(claimed)
+            self._link.stopping.wait(_BACK_OFF_S[1])
+            return
+        except BatchFileError as error:
+            self._unusable(claimed, error)
+            return
+        try:
+            self._hold(claimed, chunk, work)
+        finally:
+            chunk.close()
+
+    def _hold(self, claimed: ClaimedChunk, chunk: ChunkInHand, work: WorkFolder) -> None:
+        """Wait until the chunk is settled, renewing its lease; then put it down for good, or give it back."""
+        link = self._link
+        self._wake.clear()
+        chunk.on_settled = self._wake.set
+        link.begin(chunk)
+        rq_beat_s = beat_s = time.monotonic()
+        while True:
+            if chunk.settled:
+                break
+            self._wake.wait(max(0.0, beat_s + BEAT_S - time.monotonic()))
+            self._wake.clear()
+            now_s = time.monotonic()
+            if not chunk.settled and (link.stopping.is_set() or self._better_elsewhere(chunk, now_s)):
+                self._leave(claimed, chunk)
+                return
+            if now_s - beat_s < BEAT_S:
+                continue
+            beat_s = now_s
+            if chunk.disk_full:
+                link.write(chunk)
+            if not self._beat(claimed, chunk):
+                return
+            if now_s - rq_beat_s > _RQ_BEAT_S:
+                rq_beat_s = now_s
+                self._beat_rq()
+        if chunk.failure is not None:
+            link.withdraw(chunk, keep=False)
+            self._unusable(claimed, chunk.failure)
+            return
+        self._settle(claimed, chunk, work)
+
+    def _better_elsewhere(self, chunk: ChunkInHand, now_s: float) -> bool:
+        """Whether the lane has been closed for so long that another one should have the chunk."""
+        link = self._link
+        return not link.gate.is_set() and now_s - link.closed_since_s > HOLD_S and not chunk.disk_full
+
+    def _beat(self, claimed: ClaimedChunk, chunk: ChunkInHand) -> bool:
+        """Renew the lease; False when the chunk is not ours to run any more."""
+        done, failed = chunk.counts
+        try:
+            beat = self._store.heartbeat_chunk(
+                claimed.batch.id, claimed.no, claimed.fence, lease_ms=LEASE_MS, done=done, failed=failed
+            )
+        except (RedisError, OSError):
+            return True  # the fence keeps us from harm if the lease ends meanwhile
+        if not beat.ok:
+            _log.warning(
+                "The lease of a chunk was lost (this worker was cut off from Redis for too long); another "
+                "worker goes on from what is on the disk.",
+                key="chunk_lost",
+                batch=claimed.batch.id,
+                chunk=claimed.no,
+            )
+            self._link.withdraw(chunk, keep=False)
+            return False
+        if beat.stop:
+            self._leave(claimed, chunk)
+            return False
+        return True
+
+    def _beat_rq(self) -> None:
+        try:
+            for execution in list(self._rq.executions.values()):
+                self._rq.maintain_heartbeats(execution.job, execution)
+        except (RedisError, OSError) as error:
+            _log.debug("RQ could not be told that a chunk still runs; the ledger knows.", error=str(error))
+
+    def _settle(self, claimed: ClaimedChunk, chunk: ChunkInHand, work: WorkFolder) -> None:
+        """Results to the disk, then the acknowledgement, then the output file."""
+        if not self._on_disk(claimed, chunk):
+            return
+        done, failed = chunk.counts
+        took_s = time.monotonic() - chunk.started_s
+        if not self._acknowledge(claimed, done=done, failed=failed, output_tokens=chunk.totals.output_tokens):
+            self._link.withdraw(chunk, keep=False)
+            return
+        self._link.finish(chunk, took_s)
+        self._link.fed.set()
+        try:
+            progress = Assembler(work).advance()
+            self._store.mark_assembled(claimed.batch.id, progress.next_chunk)
+        except DiskFullError:
+            return  # whoever comes next appends it; the last one waits for space
+        except BatchFileError as error:
+            self._unusable(claimed, error, acknowledged=True)
+        except (RedisError, OSError):
+            return
+
+    def _on_disk(self, claimed: ClaimedChunk, chunk: ChunkInHand) -> bool:
+        """Seal the chunk, waiting for space while the disk is full; False when it was given back instead."""
+        while True:
+            try:
+                chunk.seal()
+            except DiskFullError as error:
+                _log.error(
+                    "The disk is full: a finished chunk waits for space.", key="disk_full", error=str(error)
+                )
+                if self._link.stopping.wait(BEAT_S):
+                    self._leave(claimed, chunk)
+                    return False
+                if not self._beat(claimed, chunk):
+                    return False
+            except BatchFileError as error:
+                self._link.withdraw(chunk, keep=False)
+                self._unusable(claimed, error)
+                return False
+            else:
+                return True
+
+    def _acknowledge(self, claimed: ClaimedChunk, *, done: int, failed: int, output_tokens: int) -> bool:
+        wait_s = _BACK_OFF_S[0]
+        while True:
+            try:
+                return self._store.complete_chunk(
+                    claimed.batch.id,
+                    claimed.no,
+                    claimed.fence,
+                    done=done,
+                    failed=failed,
+                    output_tokens=output_tokens,
+                )
+            except (RedisError, OSError):
+                if self._link.stopping.wait(wait_s):
+                    return False  # it is on the disk: whoever claims it next only acknowledges
+                wait_s = min(wait_s * 2, _BACK_OFF_S[1])
+
+    def _leave(self, claimed: ClaimedChunk, chunk: ChunkInHand) -> None:
+        """Give the chunk back with all that is known of its lines."""
+        self._link.withdraw(chunk, keep=True)
+        chunk.leave()
+        done, failed = chunk.counts
+        self._give_back(claimed, done=done, failed=failed)
+
+    def _give_back(self, claimed: ClaimedChunk, *, done: int = 0, failed: int = 0) -> None:
+        try:
+            self._store.release_chunk(claimed.batch.id, claimed.no, claimed.fence, done=done, failed=failed)
+        except (RedisError, OSError) as error:
+            _log.warning(
+                "A chunk could not be given back; it comes free when its lease ends.",
+                key="release_failed",
+                batch=claimed.batch.id,
+                error=str(error),
+            )
+
+    def _unusable(self, claimed: ClaimedChunk, error: BatchFileError, *, acknowledged: bool = False) -> None:
+        """The batch's files cannot be used: for ever, or from here, or for now."""
+        batch_id = claimed.batch.id
+        self._folders.forget(batch_id)
+        if isinstance(error, FINAL_ERRORS):
+            _log.error(
+                "A batch cannot go on and is failed; what is finished stays in its work folder.",
+                key="batch_failed",
+                batch=batch_id,
+                error=str(error),
+            )
+            try:
+                self._store.set_status(batch_id, BatchStatus.FAILED, str(error))
+            except (StoreError, RedisError, OSError) as refused:
+                _log.warning("The batch's end could not be noted.", key="fail_failed", error=str(refused))
+            return
+        _log.warning(
+            "A chunk cannot be run from here now; it goes back to the queue.",
+            key="chunk_unusable",
+            batch=batch_id,
+            error=str(error),
+        )
+        if not acknowledged:
+            self._give_back(claimed)
+        self._link.stopping.wait(_BACK_OFF_S[1])
+
+
+def _span(claimed: ClaimedChunk) -> ChunkSpan:
+    chunk = claimed.chunk
+    return ChunkSpan(
+        start=chunk.start,
+        end=chunk.end,
+        first_line=chunk.first_line,
+        lines=chunk.lines,
+        tokens=chunk.tokens,
+        next_line=chunk.next_line,
+        at_end=chunk.at_end,
+    )
