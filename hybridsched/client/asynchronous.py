@@ -142,10 +142,12 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Close the connections. Requests under way are left to their deadlines."""
-        for task in [*self._background, *([self._reader] if self._reader else [])]:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        tasks = {*self._background, *([self._reader] if self._reader else [])}
+        while tasks:
+            # Again and again: a cancellation that meets an answer just arriving is lost within redis-py.
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.1)
         self._reader = None
         await self._commands.aclose()
         await self._reads.aclose()

@@ -152,7 +152,7 @@ def prompt_json(salt: str, index: int, length: int) -> str:
     """A prompt of exactly `length` token ids as a JSON array.
 
     The same salt and index give the same prompt; two of them share no prefix worth caching. Each token takes
-    four characters, so most of a prompt is cut out of one long text: drawing millions of tokens takes seconds.
+    four characters, so most of a prompt is cut out of one long text: drawing millions takes seconds.
     """
     source = random.Random(f"{salt}/{index}")  # noqa: S311 - must be repeatable, guards no secret
     own = ",".join(source.choices(_TOKEN_IDS, k=min(_OWN, length)))

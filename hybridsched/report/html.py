@@ -129,7 +129,7 @@ def fidelity(summary: dict[str, Any]) -> str:
     )
 
 
-_LABELS: dict[str, tuple[str, int, str]] = {
+LABELS: dict[str, tuple[str, int, str]] = {
     "harvested_ratio": ("idle engine seconds harvested", 3, ""),
     "ttft_p99_ratio": ("p99 time to first token, against online alone", 3, "×"),
     "tpot_p99_ratio": ("p99 time per output token, against online alone", 3, "×"),
@@ -147,7 +147,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def _figures_table(summary: dict[str, Any]) -> str:
     rows = []
     for key, bar in summary["bars"].items():
-        name, digits, unit = _LABELS[key]
+        name, digits, unit = LABELS[key]
         verdict = {None: '<span class="soft">not measured</span>', True: '<span class="yes">✓ reached</span>'}
         rows.append(
             [

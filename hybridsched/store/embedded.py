@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ import msgspec
 import psutil
 import redis
 
+from hybridsched.process import die_with_parent
 from hybridsched.store.errors import StoreError, StoreUnavailable
 
 _SOCKET_LIMIT = 100
@@ -46,12 +48,21 @@ class EmbeddedValkey:
         StoreError: the binary is missing, the folder is in use, or the server does not come up.
     """
 
-    def __init__(self, folder: str | Path, appendonly: bool = True, port: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        appendonly: bool = True,
+        port: int | None = None,
+        *,
+        die_with_starter: bool = False,
+    ) -> None:
+        """`die_with_starter`: the kernel stops the server when the thread that started it ends, however."""
         self.folder = Path(folder)
         self._appendonly = appendonly
         self._port = _free_port() if port == 0 else port
         self._runtime: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._die_with_starter = die_with_starter
 
     @property
     def url(self) -> str:
@@ -81,6 +92,7 @@ class EmbeddedValkey:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(lock,),  # the lock lives exactly as long as the server
                 start_new_session=True,  # Ctrl-C goes to us first; we stop it last
+                preexec_fn=die_with_parent(signal.SIGTERM) if self._die_with_starter else None,
             )
         except OSError as error:
             raise StoreError(f"the embedded Valkey cannot be started: {error}") from error

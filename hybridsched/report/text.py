@@ -1,0 +1,61 @@
+"""The summary for people at a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridsched.report.html import LABELS, headline, number, setting
+
+
+def text(summary: dict[str, Any]) -> str:
+    """The result, the figures against their bars, and online latency with and without offline work."""
+    lines = [headline(summary), "", setting(summary), ""]
+    lines += _bars(summary)
+    lines += ["", *_online(summary), ""]
+    offline, pauses = summary["offline"], summary["pauses"]
+    lines.append(
+        f"offline   {number(offline['lines'])} lines: {number(offline['completed'])} completed, "
+        f"{number(offline['failed'])} failed, {number(offline['remaining'])} remain, {offline['missing']} "
+        f"missing, {offline['duplicates']} twice; {number(offline['output_tokens'])} output tokens, "
+        f"{number(offline['tokens_recomputed'])} tokens computed again"
+    )
+    quiet = pauses["signal_to_quiet_ms"]
+    lines.append(
+        f"pauses    {pauses['count']}; signal to quiet p50 {number(quiet['p50'], 1)} ms, "
+        f"p99 {number(quiet['p99'], 1)} ms"
+    )
+    if summary["restarts"]:
+        names = ", ".join(f"{name} ×{count}" for name, count in summary["restarts"].items())
+        lines.append(f"restarts  {names}: figures of a disturbed run")
+    return "\n".join(lines)
+
+
+def _bars(summary: dict[str, Any]) -> list[str]:
+    width = max(len(LABELS[key][0]) for key in summary["bars"])
+    lines = []
+    for key, bar in summary["bars"].items():
+        name, digits, unit = LABELS[key]
+        verdict = {True: "reached", False: "MISSED", None: "not measured"}[bar["reached"]]
+        sign = "≥" if bar["at_least"] else "≤"
+        bound = number(bar["bar"], 2 if digits > 1 else 0, unit)
+        lines.append(
+            f"  {name:<{width}}  {number(bar['value'], digits, unit):>10}  {sign} {bound:<7} {verdict}"
+        )
+    return lines
+
+
+def _online(summary: dict[str, Any]) -> list[str]:
+    head = (
+        f"  {'online':<18}{'requests':>9}{'ok':>7}{'TTFT p50':>10}{'p99 ms':>9}{'TPOT p50':>10}{'p99 ms':>8}"
+    )
+    lines = [head + f"{'in objectives':>15}"]
+    for name, part in (("with offline work", summary["online"]), ("online alone", summary["online_only"])):
+        if part is None:
+            continue
+        kept = "–" if part["slo_attainment"] is None else f"{part['slo_attainment']:.2%}"
+        lines.append(
+            f"  {name:<18}{part['requests']:>9}{part['ok']:>7}{number(part['ttft_ms']['p50']):>10}"
+            f"{number(part['ttft_ms']['p99']):>9}{number(part['tpot_ms']['p50'], 1):>10}"
+            f"{number(part['tpot_ms']['p99'], 1):>8}{kept:>15}"
+        )
+    return lines
