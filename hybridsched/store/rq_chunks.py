@@ -192,7 +192,7 @@ class ChunkWorker(SimpleWorker):  # type: ignore[misc]
                 return False
             if popped is None:
                 return False
-            key, job_id = (part.decode() if isinstance(part, bytes) else part for part in popped)
+            key, job_id = (part.decode(errors="replace") if isinstance(part, bytes) else part for part in popped)
             queue = next(queue for queue in self.queues if queue.key == key)
             place = self._turn.index(queue)
             self._turn = self._turn[place + 1 :] + self._turn[: place + 1]
@@ -206,7 +206,7 @@ class ChunkWorker(SimpleWorker):  # type: ignore[misc]
             job: ChunkJob = self.job_class.fetch(
                 job_id, connection=self.connection, serializer=JSONSerializer
             )
-        except RefusedJobError as exc:
+        except (RefusedJobError, redis.ResponseError) as exc:
             log.error(  # noqa: TRY400 - a traceback would say nothing more
                 "A job in the queue was not made by hybridsched and was dropped; somebody else can write to "
                 "this Redis: check its ACL",
