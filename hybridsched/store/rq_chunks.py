@@ -192,7 +192,9 @@ class ChunkWorker(SimpleWorker):  # type: ignore[misc]
                 return False
             if popped is None:
                 return False
-            key, job_id = (part.decode(errors="replace") if isinstance(part, bytes) else part for part in popped)
+            key, job_id = (
+                part.decode(errors="replace") if isinstance(part, bytes) else part for part in popped
+            )
             queue = next(queue for queue in self.queues if queue.key == key)
             place = self._turn.index(queue)
             self._turn = self._turn[place + 1 :] + self._turn[: place + 1]
