@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from hybridsched.engines.simulated import api, tokens
 from hybridsched.engines.simulated.calls import CHAT, COMPLETIONS, EMBEDDINGS, Calls, parse
+from hybridsched.engines.simulated.cork import CorkedProtocol
 from hybridsched.engines.simulated.generate import Generation, Receive, Scope, Send, send_json
 from hybridsched.engines.simulated.metrics import CONTENT_TYPE
 from hybridsched.engines.simulated.scheduler import PAUSE_MODES
@@ -268,7 +269,7 @@ def serve(
         app,
         host=host,
         port=port,
-        http="httptools",
+        http=CorkedProtocol,
         ws="none",
         loop="asyncio",
         lifespan="off",

@@ -7,6 +7,7 @@ iteration. Linux's timerfd wakes the same epoll to the microsecond; elsewhere th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import time
@@ -41,6 +42,7 @@ class PreciseTimer:
         self._spec = _Itimerspec()
         self._ref = ctypes.byref(self._spec)
         self._libc = _libc()
+        self._armed = False
 
     def start(self) -> None:
         """Attach to the running event loop."""
@@ -66,6 +68,7 @@ class PreciseTimer:
             self._spec.value.sec = seconds
             self._spec.value.nsec = min(999_999_999, int((when - seconds) * 1e9) + 1)
             self._libc.timerfd_settime(self._fd, _ABSTIME, self._ref, None)
+            self._armed = True
         else:
             self._handle = loop.call_at(when, self._fire)
 
@@ -85,13 +88,12 @@ class PreciseTimer:
             self._fd = None
 
     def _readable(self) -> None:
-        if self._fd is None:
-            return
-        try:
-            os.read(self._fd, 8)
-        except BlockingIOError:
-            return
+        """The time has come. Setting a new time makes the descriptor unreadable again: that saves a read."""
+        self._armed = False
         self._callback()
+        if not self._armed and self._fd is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._fd, 8)
 
     def _fire(self) -> None:
         self._handle = None
