@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ _json_option = click.option("--json", "json_", is_flag=True, help="Print JSON fo
 
 
 def _engine_url(_ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if not value.startswith(("http://", "https://")) or len(value.split("/")) > 4 or value.endswith("//"):
+    if not re.fullmatch(r"https?://[^\s/]+/?", value):
         raise click.BadParameter(
             f"{value!r} is not an engine's address: give http://HOST:PORT, without a path", param=param
         )
@@ -278,7 +279,12 @@ def run(
         if not work.resumed:
             for line in describe_input(work.index):
                 click.echo(line, err=True)
-        done, failed, at_end = _run_here(work, engine_url, api_key)
+        try:
+            done, failed, at_end = _run_here(work, engine_url, api_key)
+        except click.ClickException:
+            if not work.resumed:
+                work.remove()  # nothing was done: leave no trace
+            raise
         lines = work.index.lines
         if at_end:
             work.remove()
