@@ -42,17 +42,25 @@ class Throughput(Value, frozen=True, kw_only=True):
 
 
 def next_chunk_tokens(
-    policy: OfflinePolicy, tokens_per_s: float | None, *, kv_tokens: int | None = None
+    policy: OfflinePolicy,
+    tokens_per_s: float | None,
+    *,
+    kv_tokens: int | None = None,
+    tokens_per_line: float | None = None,
+    parallel: int = 1,
 ) -> int:
     """Tokens for the next chunk: at least 1; `chunk_first_tokens` before anything was measured.
 
+    Once measured, `parallel` lines of `tokens_per_line` always fit (both as in `next_chunk_lines`): a
+    throughput that was measured on few lines at a time would else keep the chunks as small as they were.
     `kv_tokens` is the engine's KV capacity where it is known: a chunk never holds more than the share of it
     that offline may plan with, so that a whole chunk can be in flight.
     """
     if tokens_per_s is None or not isfinite(tokens_per_s) or tokens_per_s <= 0:
         tokens = policy.chunk_first_tokens
     else:
-        tokens = int(min(tokens_per_s * policy.chunk_target_ms / 1000.0, _MOST_TOKENS))
+        side_by_side = parallel * (tokens_per_line or 0.0)
+        tokens = int(min(max(tokens_per_s * policy.chunk_target_ms / 1000.0, side_by_side), _MOST_TOKENS))
     if kv_tokens is not None:
         tokens = min(tokens, int(kv_tokens * policy.kv_share))
     return max(1, tokens)

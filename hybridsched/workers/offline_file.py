@@ -132,18 +132,21 @@ class FileRun:
         """Cut the next chunk and take it in hand; returns where the one after it begins."""
         rate = self._throughput.tokens_per_s
         index = self._work.index
+        per_line = index.tokens / max(1, index.valid)
+        parallel = self._policy.max_inflight
         with self._work.open_input() as file:
             span = await asyncio.to_thread(
                 cut_chunk,
                 file,
                 cursor,
-                max_tokens=next_chunk_tokens(self._policy, rate, kv_tokens=self._admission.kv_tokens),
-                max_lines=next_chunk_lines(
+                max_tokens=next_chunk_tokens(
                     self._policy,
                     rate,
-                    tokens_per_line=index.tokens / max(1, index.valid),
-                    parallel=self._policy.max_inflight,
+                    kv_tokens=self._admission.kv_tokens,
+                    tokens_per_line=per_line,
+                    parallel=parallel,
                 ),
+                max_lines=next_chunk_lines(self._policy, rate, tokens_per_line=per_line, parallel=parallel),
                 min_lines=self._policy.chunk_min_lines,
                 duplicates=index.duplicates,
             )

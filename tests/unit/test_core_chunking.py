@@ -37,6 +37,10 @@ def test_chunk_tokens_make_the_boundary_come_in_time() -> None:
     assert next_chunk_tokens(POLICY, None) == POLICY.chunk_first_tokens
     assert next_chunk_tokens(POLICY, 1000, kv_tokens=2000) == 1700
     assert next_chunk_tokens(POLICY, 1e-9) == 1
+    # measured on few lines at a time: as many as may run side by side fit all the same
+    assert next_chunk_tokens(POLICY, 1000, tokens_per_line=300, parallel=64) == 19_200
+    assert next_chunk_tokens(POLICY, None, tokens_per_line=300, parallel=64) == POLICY.chunk_first_tokens
+    assert next_chunk_tokens(POLICY, 1000, tokens_per_line=300, parallel=64, kv_tokens=2000) == 1700
 
 
 def lines(rate: float | None, per_line: float | None, parallel: int = 4) -> int:
