@@ -43,6 +43,7 @@ TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 EXPIRED_CODE = "batch_expired"
 CANCELLED_CODE = "batch_cancelled"
+FAILED_CODE = "batch_failed"
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +93,7 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     status: BatchStatus
     stop: str
-    """Empty, or why it is being ended: batch_expired or batch_cancelled."""
+    """Empty, or why it is being ended: batch_expired, batch_cancelled or batch_failed."""
     message: str
     """Why it failed."""
     cursor: int

@@ -20,6 +20,7 @@ import redis
 
 from hybridsched.store.batch_values import (
     CANCELLED_CODE,
+    FAILED_CODE,
     TRANSITIONS,
     BatchInfo,
     BatchProgress,
@@ -167,13 +168,14 @@ class BatchStore:
         return self._change(batch_id, BatchStatus.CANCELLING, stop=CANCELLED_CODE)
 
     def set_status(self, batch_id: str, status: BatchStatus, message: str = "") -> BatchInfo:
-        """Change the status by itself, such as to `failed` with the reason.
+        """Change the status by itself, such as to `failed` with the reason; workers on it learn to stop.
 
         Raises:
             BatchUnknownError: there is no such batch.
             BatchStateError: its present status does not allow it (see `TRANSITIONS`).
         """
-        return self._change(batch_id, status, message=message)
+        stop = FAILED_CODE if status is BatchStatus.FAILED else ""
+        return self._change(batch_id, status, stop=stop, message=message)
 
     # feeding
 
@@ -353,7 +355,7 @@ class BatchStore:
         kept = KEEP_ENDED_S if status.ended else 0
         ok, present = self._scripts.call(
             "batch_status",
-            [self.keys.batch(batch_id), self.keys.batches_active],
+            [self.keys.batch(batch_id), self.keys.batches_active, self.keys.batch_chunks(batch_id)],
             [batch_id, status, stop, message, kept, *allowed],
         )
         if ok:

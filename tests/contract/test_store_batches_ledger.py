@@ -254,6 +254,29 @@ def test_an_expired_lease_that_nobody_took_still_counts(store: BatchStore) -> No
     assert store.complete_chunk("batch_a", 0, held.fence, done=1, failed=0)
 
 
+def test_a_chunk_that_is_in_the_output_but_not_acknowledged_is_not_forgotten(store: BatchStore) -> None:
+    plan(store, store.submit(new()))
+    plan(store, store.get("batch_a"))
+    first, second = claim(store, 0), claim(store, 1)
+    assert store.complete_chunk("batch_a", 0, first.fence, done=1, failed=0)
+    store.mark_assembled("batch_a", 2)  # by another worker, which found both sealed
+    assert refusal(store, 0) == "unknown"
+    assert store.complete_chunk("batch_a", 1, second.fence, done=1, failed=0)
+    assert store.get("batch_a").outstanding == 0
+
+
+def test_workers_on_a_batch_that_fails_learn_to_stop(store: BatchStore) -> None:
+    plan(store, store.submit(new()))
+    held = claim(store, 0)
+    store.set_status("batch_a", BatchStatus.FAILED, "input changed")
+    beat = store.heartbeat_chunk("batch_a", 0, held.fence, lease_ms=LEASE)
+    assert (beat.ok, beat.stop) == (True, "batch_failed")
+    assert store.release_chunk("batch_a", 0, held.fence)
+    assert refusal(store, 0) == "stopped"
+    assert store.claim_finalize("batch_a", lease_ms=LEASE) is None
+    assert store.to_finalize("m") == []
+
+
 def test_cancel_keeps_what_is_finished(store: BatchStore) -> None:
     batch = store.submit(new())
     plan(store, batch)

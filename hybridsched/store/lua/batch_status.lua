@@ -1,6 +1,6 @@
 -- Change the status of a batch, if its present one allows it.
 --
--- KEYS[1] batch:{id}  hash     KEYS[2] batches-active  sorted set
+-- KEYS[1] batch:{id}  hash     KEYS[2] batches-active  sorted set     KEYS[3] batch:{id}:chunks  hash
 -- ARGV[1] batch id   ARGV[2] new status   ARGV[3] stop ('' leaves it)   ARGV[4] message ('' leaves it)
 -- ARGV[5] seconds to keep an ended batch, 0 when the new status is no end   ARGV[6..] statuses it may have now
 --
@@ -27,6 +27,7 @@ end
 if ARGV[5] ~= '0' then
   redis.call('HSET', KEYS[1], 'finished_ms', string.format('%d', math.floor(clock_ms())))
   redis.call('EXPIRE', KEYS[1], ARGV[5])
+  redis.call('EXPIRE', KEYS[3], ARGV[5])
   redis.call('ZREM', KEYS[2], ARGV[1])
 end
 return {1, ARGV[2]}
