@@ -91,6 +91,17 @@ def test_what_can_never_fit_is_told_apart_from_what_must_wait(tokens: int) -> No
     assert (admission.reason, admission.never) == (Denial.TOO_LONG, True)
 
 
+def test_what_just_fits_is_admitted() -> None:
+    assert OFFLINE.may_admit(**offline(tokens=4_000)).ok
+    long_context = msgspec.structs.replace(
+        OFFLINE, capacity=msgspec.structs.replace(CAPACITY, max_model_len=None)
+    )
+    assert long_context.may_admit(**offline(tokens=8_500)).ok
+    assert long_context.may_admit(**offline(tokens=8_501)).never
+    online = OnlineAdmission(policy=OnlinePolicy(), capacity=CAPACITY)
+    assert online.may_admit(tokens=4_000, online_inflight=0).ok
+
+
 @pytest.mark.parametrize("unknown", ["max_num_seqs", "kv_tokens"])
 def test_unknown_capacity_is_no_room(unknown: str) -> None:
     capacity = msgspec.structs.replace(CAPACITY, **{unknown: None})

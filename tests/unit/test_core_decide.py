@@ -220,6 +220,7 @@ def test_a_waiting_online_request_closes_unless_it_is_about_to_be_pulled() -> No
     assert one(snap(queues=(queue(depth=sig(1), oldest_wait_ms=UNKNOWN),))).reason is Reason.ONLINE_QUEUED
     assert one(snap(queues=(queue(depth=sig(1), oldest_wait_ms=sig(40, 10)),))).reason is Reason.ONLINE_QUEUED
     assert one(snap(queues=(queue(depth=sig(1), oldest_wait_ms=sig(5, 10)),))).state is GateState.OPEN
+    assert one(snap(queues=(queue(depth=sig(0), oldest_wait_ms=UNKNOWN),))).state is GateState.OPEN
     strict = idle_policy(queue_wait_ms=0.0)
     assert one(snap(queues=(queue(depth=sig(1)),)), strict).reason is Reason.ONLINE_QUEUED
 
@@ -254,6 +255,8 @@ class TestForeignLoad:
         started = lane(gate=open_gate(), **record)
         assert one(snap(replicas=(view,), lanes=(started,))).state is GateState.OPEN
         assert one(snap(replicas=(view,), lanes=(lane(**record),))).reason is Reason.FOREIGN_LOAD
+        half_new = replica(engine_running=sig(30, 300), engine_waiting=sig(0, 10))
+        assert one(snap(replicas=(half_new,), lanes=(started,))).state is GateState.OPEN
 
     def test_requests_just_sent_do_not_show_yet(self) -> None:
         sent = lane(offline_inflight=sig(64), gate=open_gate())
@@ -309,6 +312,7 @@ class TestHolds:
         decision = one(snap(holds=(self.hold(where),)), change(POLICY, kind=kind))
         assert (decision.state, decision.reason) == (GateState.CLOSED, Reason.HELD)
         assert decision.numbers["why"] == "maintenance"
+        assert decision.numbers["held_lane"] == (where or "*")
 
     def test_a_hold_of_another_lane_or_one_that_has_ended_does_not(self) -> None:
         holds = (self.hold("r1"), self.hold("r0", until_ms=NOW), self.hold("", until_ms=NOW - 1))
@@ -383,9 +387,11 @@ class TestBudget:
         running = lane(offline_inflight=sig(20), gate=open_gate())
         assert one(snap(replicas=(full,), lanes=(running,))).budget.max_inflight == 20
         assert one(snap(replicas=(replica(kv_use=sig(0.9)),))).reason is Reason.NO_ROOM
+        just_full = replica(kv_use=sig(0.85), engine_running=sig(20))
+        assert one(snap(replicas=(just_full,), lanes=(running,))).budget.max_inflight == 64
 
     def test_a_scrape_from_before_our_last_requests_ended_does_not_shut_the_lane(self) -> None:
-        old = replica(kv_use=sig(0.9), engine_running=sig(20))
+        old = replica(kv_use=sig(0.9), engine_running=sig(0), engine_waiting=sig(20))
         ended = lane(offline_inflight=sig(0), offline_peak=sig(20), gate=open_gate())
         assert one(snap(replicas=(old,), lanes=(ended,))).budget.max_inflight == 64
 
