@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import uuid
 from collections.abc import Coroutine, Iterator, Mapping
 from types import TracebackType
@@ -67,7 +68,9 @@ class AsyncClient:
         self._commands = async_client(url, name="hybridsched-client")
         self._reads = async_client(url, name="hybridsched-replies")
         self._queue = OnlineQueue(self._commands, pool, limits)
-        self._reply_key = self._queue.keys.reply(uuid.uuid4().hex)
+        self._name = uuid.uuid4().hex
+        self._count = itertools.count(1)
+        self._reply_key = self._queue.keys.reply(self._name)
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[str, list[Waiter]] = {}
         self._background: set[asyncio.Task[Any]] = set()
@@ -178,7 +181,7 @@ class AsyncClient:
             path=path,
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
             priority=priority,
-            request_id=request_id,
+            request_id=request_id or f"{self._name}-{next(self._count)}",
             stream=stream,
             reply=self._reply_key,
             max_waiting=self._max_waiting,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +57,7 @@ def build_request(
     path: str,
     timeout_s: float,
     priority: int,
-    request_id: str | None,
+    request_id: str,
     stream: bool,
     reply: str,
     max_waiting: int,
@@ -82,7 +81,7 @@ def build_request(
         whole.pop("stream", None)
     prompt = estimate_prompt_tokens(whole)
     return Request(
-        id=request_id or uuid.uuid4().hex,
+        id=request_id,
         model=model,
         body=msgspec.json.encode(whole),
         reply=reply,

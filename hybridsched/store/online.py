@@ -46,6 +46,7 @@ from hybridsched.store.online_values import (
 from hybridsched.store.scripts import Call, Scripts
 
 _FORGET_CONSUMER_MS = 600_000
+_OUTCOMES = {outcome.value.encode(): outcome for outcome in Acceptance}
 
 Reclaim = Literal["requeued", "cancelled", "expired", "failed", "lost"]
 
@@ -94,7 +95,7 @@ class OnlineQueue:
         calls = [self._accept_call(requests[i : i + AT_ONCE]) for i in range(0, len(requests), AT_ONCE)]
         words = [word for answer in await call_all(self._scripts, calls) for word in answer]
         return [
-            Accepted(request.id, Acceptance(word[0].decode()), word[1].decode())
+            Accepted(request.id, _OUTCOMES[word[0]], word[1].decode())
             for request, word in zip(requests, words, strict=True)
         ]
 
