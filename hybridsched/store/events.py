@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from redis.exceptions import RedisError
 from hybridsched.log import get_logger
 from hybridsched.store.channels import entries
 from hybridsched.store.keys import Keys
+from hybridsched.store.tasks import end_tasks
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -91,9 +91,7 @@ class EventLog:
         if task is not None:
             # Not in the middle of a batch: written and not yet taken off the buffer, it would come twice.
             async with self._writing:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+                await end_tasks(task)
         try:
             await self.flush()
         except (RedisError, OSError) as error:

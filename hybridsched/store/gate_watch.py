@@ -16,6 +16,7 @@ from hybridsched.core.reasons import Reason
 from hybridsched.core.values import Gate, GateState
 from hybridsched.log import get_logger
 from hybridsched.store.channels import messages
+from hybridsched.store.tasks import end_tasks
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -77,6 +78,8 @@ class GateWatch:
         self._changes: deque[Gate] = deque(maxlen=UNREAD)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self.subscriptions = 0
+        """Times that pushes began or began again to come."""
         self.outages = 0
         """Times that Redis could not be reached."""
 
@@ -106,9 +109,7 @@ class GateWatch:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     def __aiter__(self) -> AsyncIterator[Gate]:
         return self
@@ -128,6 +129,7 @@ class GateWatch:
                     back_off = BACK_OFF_S[0]
                     if message is None:
                         # What was announced before now is lost to this connection: read it.
+                        self.subscriptions += 1
                         self._poll_now.set()
                     else:
                         self._pushed(message)

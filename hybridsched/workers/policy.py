@@ -28,6 +28,7 @@ from hybridsched.store.events import EventLog
 from hybridsched.store.gates import GateStore, Outcome
 from hybridsched.store.keys import Keys
 from hybridsched.store.leader import LeaderLease
+from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.policy_observe import Observation, Observer
 from hybridsched.workers.policy_pace import Pace
 from hybridsched.workers.policy_source import PolicySource
@@ -120,9 +121,7 @@ class PolicyWorker:
                     await self.pace.sleep(back_off)
                     back_off = min(back_off * 2, _BACK_OFF_S[1])
         finally:
-            for task in (nudges, ending):
-                task.cancel()
-            await asyncio.gather(nudges, ending, return_exceptions=True)
+            await end_tasks(nudges, ending)
             await self._leave()
 
     async def _lead(self) -> bool:

@@ -15,6 +15,7 @@ from hybridsched.core.values import GateState
 from hybridsched.store.connection import async_client
 from hybridsched.store.gates import GateReading, GateStore
 from hybridsched.store.policy import PolicyStore
+from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import EngineRecord, LaneRecord, ReplicaRecord, TelemetryStore
 from hybridsched.workers.policy import PolicyWorker
 from tests.helpers import await_until
@@ -116,8 +117,7 @@ async def scripted(url: str, *, given: PoolPolicy | None = None) -> AsyncIterato
     try:
         yield pool
     finally:
-        repeating.cancel()
-        await asyncio.gather(repeating, return_exceptions=True)
+        await end_tasks(repeating)
         await client.aclose()
 
 
