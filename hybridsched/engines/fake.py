@@ -273,4 +273,4 @@ class FakeEngine:
         )
 
     def _metrics(self) -> bytes:
-        return self._loop.metrics.render(clock_lag_s=0.0).encode()
+        return self._loop.metrics.render(clock_lag_s=0.0, clock_jumps=0).encode()

@@ -11,13 +11,23 @@ import msgspec
 class EngineError(Exception):
     """An engine did not do what was asked. `retryable` says whether another attempt may succeed."""
 
-    def __init__(self, message: str, *, code: str, retryable: bool, status: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        retryable: bool,
+        status: int | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.code = code
         """engine_unreachable, engine_died, engine_timeout, engine_busy, bad_request or not_found."""
         self.retryable = retryable
         self.status = status
         """HTTP status where the engine gave one."""
+        self.body = body
+        """The engine's error body where it refused a stream."""
 
 
 class StreamChunk(msgspec.Struct, frozen=True, kw_only=True):

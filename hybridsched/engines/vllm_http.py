@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +19,7 @@ _CONTROL_TIMEOUT_S = 5.0
 _KEEP_ALIVE_S = 2.0
 """Below vLLM's 5 s, so that we close an idle connection before it does: a POST on a connection that the
 server is closing fails, and nothing here sends twice."""
+_END_TIMEOUT_S = 0.5
 _MAX_CONNECTIONS = 1024
 _JSON_HEADERS = {"Content-Type": "application/json"}
 _PATH_CHAT, _PATH_COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -77,7 +80,9 @@ class VllmHttpEngine:
                 if response.status >= 500:
                     raise _server_error(response.status, answer, self._url)
                 code = "not_found" if response.status == 404 else "bad_request"
-                raise EngineError(_message(answer), code=code, retryable=False, status=response.status)
+                raise EngineError(
+                    _message(answer), code=code, retryable=False, status=response.status, body=answer
+                )
             async for data in _events(response.content, self._url):
                 yield StreamChunk(data=data)
 
@@ -251,10 +256,19 @@ async def _events(content: aiohttp.StreamReader, url: str) -> AsyncIterator[byte
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
+                await _to_end(content)
                 return
             if data.startswith(b'{"error"'):
                 raise _stream_error(data, url)
             yield data
+
+
+async def _to_end(content: aiohttp.StreamReader) -> None:
+    """Read what follows [DONE], the end of the body, so that the connection can be used again."""
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            while await content.readany():
+                continue
 
 
 def _stream_error(data: bytes, url: str) -> EngineError:

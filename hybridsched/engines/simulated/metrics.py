@@ -177,7 +177,7 @@ class EngineMetrics:
             if made > 1:
                 self.tpot.observe((seq.last_token_at - seq.first_token_at) / (made - 1))
 
-    def render(self, *, clock_lag_s: float) -> str:
+    def render(self, *, clock_lag_s: float, clock_jumps: int) -> str:
         """The text of /metrics."""
         s = self._scheduler
         labels, model = self._labels, self._model
@@ -189,7 +189,10 @@ class EngineMetrics:
             f'hybridsched_simulated_engine{{{model},profile="{self._profile}",speed="{self._speed:g}"}} 1.0\n'
             "# HELP hybridsched_simulated_clock_lag_seconds How far the engine is behind the wall clock.\n"
             "# TYPE hybridsched_simulated_clock_lag_seconds gauge\n"
-            f"hybridsched_simulated_clock_lag_seconds{{{model}}} {clock_lag_s:.6f}\n",
+            f"hybridsched_simulated_clock_lag_seconds{{{model}}} {clock_lag_s:.6f}\n"
+            "# HELP hybridsched_simulated_clock_jumps_total Times it was so late that it skipped ahead.\n"
+            "# TYPE hybridsched_simulated_clock_jumps_total counter\n"
+            f"hybridsched_simulated_clock_jumps_total{{{model}}} {clock_jumps}\n",
         ]
 
         def simple(name: str, kind: str, about: str, rows: Iterable[tuple[str, float]]) -> None:

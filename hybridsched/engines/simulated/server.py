@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -76,7 +77,7 @@ class App:
         ]
         self._cold = Starlette(
             routes=[Route(path, handler, methods=[method]) for path, handler, method in routes],
-            exception_handlers={api.ApiError: _api_error},
+            exception_handlers={api.ApiError: _api_error, HTTPException: _http_error},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +117,7 @@ class App:
         return _json({"server_load": self._generation.load if self.track_load else 0})
 
     async def metrics(self, _request: Request) -> Response:
-        text = self.engine.metrics.render(clock_lag_s=self.engine.lag_s)
+        text = self.engine.metrics.render(clock_lag_s=self.engine.lag_s, clock_jumps=self.engine.lag_jumps)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def tokenize(self, request: Request) -> Response:
@@ -184,6 +185,12 @@ async def _api_error(_request: Request, error: Exception) -> Response:
     if not isinstance(error, api.ApiError):
         raise error
     return _json(error.body(), error.status)
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    return _json({"detail": error.detail}, error.status_code)
 
 
 def _mode(request: Request) -> str:
