@@ -45,8 +45,9 @@ class _Result(msgspec.Struct):
 class _Kept(msgspec.Struct):
     """What a worker keeps of an unfinished line; other fields are its own."""
 
-    prompt_ids: list[int] = []
     token_ids: list[int] = []
+    body: _Body | None = None
+    """The engine's answer to the first part, which says how long the prompt is."""
 
 
 _RESULT = msgspec.json.Decoder(_Result)
@@ -89,14 +90,14 @@ def verify_batch(files: BatchFiles) -> BatchCheck:
                 completed[name] = _RESULT.decode(final.record)
         elif held is not None and number in held.kept:
             state = msgspec.json.decode(held.kept[number], type=_Kept)
-            kept_prompt += len(state.prompt_ids)
+            kept_prompt += _usage(state).prompt_tokens
             kept += len(state.token_ids)
     done = completed.keys() | failed
     without = [number for name, number in numbers.items() if name not in done]
     unfinished = sum(number > assembled_to for number in without) if open_still else 0
-    usage = [_usage(result) for name, result in completed.items() if name in numbers]
+    usage = [_usage(result.response) for name, result in completed.items() if name in numbers]
     wrong_length = sum(
-        name in limits and _usage(result).completion_tokens != limits[name]
+        name in limits and _usage(result.response).completion_tokens != limits[name]
         for name, result in completed.items()
     )
     known = {name: count for name, count in seen.items() if name in numbers}
@@ -116,8 +117,8 @@ def verify_batch(files: BatchFiles) -> BatchCheck:
     )
 
 
-def _usage(result: _Result) -> _Usage:
-    body = result.response.body if result.response else None
+def _usage(part: _Response | _Kept | None) -> _Usage:
+    body = part.body if part else None
     return (body.usage if body else None) or _Usage()
 
 

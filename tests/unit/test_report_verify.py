@@ -79,7 +79,8 @@ def test_a_stopped_batch_keeps_its_place(files: BatchFiles) -> None:
         journal = ChunkJournal.open(work, 0, 1, span)
         journal.finish(2, result(2))
         journal.finish(5, failure(5), failed=True)
-        journal.keep(4, {"prompt_ids": [1, 2], "token_ids": [9], "text": "t", "body": {}})
+        first = {"usage": {"prompt_tokens": 2, "completion_tokens": 1}}
+        journal.keep(4, {"token_ids": [9], "text": "t", "body": first})
         journal.close()
     finally:
         work.close()
