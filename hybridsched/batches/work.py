@@ -99,11 +99,20 @@ class WorkFolder:
             disk.mkdir(path)
         manifest = Manifest(1, files, identity, index, os.geteuid())
         disk.write_whole(path / MANIFEST, msgspec.json.encode(manifest))
-        disk.sync_folder(path.parent)
-        if (rivals := find_work(files.output)) and rivals[0] != path:
-            cls(path, manifest, disk, resumed=False).remove()
-            raise OutputBusyError(f"{files.output}: another batch was just started on this output")
-        return cls(path, manifest, disk, resumed=False)
+        folder = cls(path, manifest, disk, resumed=False)
+        try:
+            # Only one of two that start on the same output at the same moment makes the file.
+            os.close(folder.open_file(Path(files.output), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            disk.sync_folder(path.parent)
+        except BatchFileError as exc:
+            if isinstance(exc.__cause__, FileExistsError):
+                folder.remove()
+                raise OutputBusyError(
+                    f"{files.output}: another batch was just started on this output"
+                ) from exc
+            folder.close()
+            raise
+        return folder
 
     @classmethod
     def open(cls, path: str | Path, *, disk: Disk = DISK, resumed: bool = True) -> WorkFolder:
@@ -178,6 +187,13 @@ class WorkFolder:
         for entry in self.path.iterdir():
             self.disk.unlink(entry)
         self.disk.rmdir(self.path)
+
+    def discard(self) -> None:
+        """Leave no trace of a batch of which nothing was run."""
+        output = Path(self.files.output)
+        if output.exists() and output.stat().st_size == 0:
+            self.disk.unlink(output)
+        self.remove()
 
     def close(self) -> None:
         """Let go of the folder's lock."""

@@ -283,7 +283,7 @@ def run(
             done, failed, at_end = _run_here(work, engine_url, api_key)
         except click.ClickException:
             if not work.resumed:
-                work.remove()  # nothing was done: leave no trace
+                work.discard()
             raise
         lines = work.index.lines
         if at_end:

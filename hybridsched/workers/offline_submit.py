@@ -70,7 +70,7 @@ def submit_file(
         return Submitted(batch=batch, index=work.index, known=False, resumed=work.resumed)
     except ValueError:
         if not work.resumed:
-            work.remove()
+            work.discard()
         raise
     finally:
         work.close()

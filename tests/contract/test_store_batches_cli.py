@@ -168,6 +168,7 @@ def test_one_clear_sentence(
     assert text in done.err
     assert done.out == ""
     assert not list(folder.glob(".hybridsched-*"))
+    assert not list(folder.glob("*.output.jsonl"))
 
 
 def test_a_store_that_is_not_there(source: Path, tmp_path: Path) -> None:

@@ -124,6 +124,23 @@ def test_the_same_input_and_output_are_taken_up_again(source: Path) -> None:
         WorkFolder.create(plan_files(source, "b", errors=source.with_name("elsewhere")))
 
 
+def test_of_two_that_start_on_one_output_at_once_one_wins(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first, second in (("a", "b"), ("b", "a")):
+        output = tmp_path / f"{first}.out"
+        plan = plan_files(source, first, output=output)
+        made = WorkFolder.create(plan)
+        monkeypatch.setattr("hybridsched.batches.work.find_work", lambda output: [])
+        monkeypatch.setattr("hybridsched.batches.work._check_targets", lambda files: None)
+        with pytest.raises(OutputBusyError, match="just started"):
+            WorkFolder.create(plan_files(source, second, output=output))
+        monkeypatch.undo()
+        assert find_work(output) == [made.path]
+        made.discard()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
 def test_a_half_made_or_half_removed_folder_is_no_batch(source: Path, tmp_path: Path) -> None:
     (tmp_path / ".hybridsched-half").mkdir()
     (tmp_path / ".hybridsched-bad").mkdir()
@@ -207,6 +224,7 @@ def test_a_symbolic_link_in_the_place_of_the_output_is_not_followed(source: Path
     work = start(source)
     victim = tmp_path / "victim"
     victim.write_text("precious")
+    Path(work.files.output).unlink()
     Path(work.files.output).symlink_to(victim)
     with pytest.raises(BatchFileError):
         run_local(work)
