@@ -211,10 +211,14 @@ class Calls:
         engine.submit(call.seqs)
 
     def leave(self, call: Call) -> None:
-        """The client is gone: end what still runs, and whoever waits for the answer."""
+        """The answer is complete, or its client gone: end what still runs, and let go of the tokens.
+
+        Prompts are large and sequences and their sinks point at each other: cut, they are freed at once.
+        """
         call.answer.leave()
         for seq in call.seqs:
             self.engine.abandon(seq)
+            seq.sink.seq = None
 
     async def whole(self, call: Call) -> dict[str, Any] | None:
         """The answer of an accepted call that does not stream; None when the client left.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from hybridsched.engines.simulated.answers import encode_json
-from hybridsched.engines.simulated.calls import Call, Calls
+from hybridsched.engines.simulated.calls import Calls
+from hybridsched.engines.simulated.cork import CONNECTION, CorkedProtocol
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,7 +56,8 @@ class Generation:
         calls = self.calls
         call = calls.prepare(scope["path"], await read_body(receive), request_id(scope))
         calls.accept(call)
-        watch = asyncio.ensure_future(self._watch(receive, call))
+        connection: CorkedProtocol = scope["extensions"][CONNECTION]["protocol"]
+        connection.left = lambda: calls.leave(call)
         self.load += 1
         try:
             if call.streaming:
@@ -69,12 +70,5 @@ class Generation:
                     await send_json(send, 200, value)
         finally:
             self.load -= 1
-            if not call.answer.gone:
-                watch.cancel()
-                calls.leave(call)
-
-    async def _watch(self, receive: Receive, call: Call) -> None:
-        """Until the connection closes or the answer is complete; then nothing may go on running."""
-        while (await receive())["type"] != "http.disconnect":
-            continue
-        self.calls.leave(call)
+            connection.left = None
+            calls.leave(call)

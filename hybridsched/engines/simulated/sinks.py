@@ -33,6 +33,7 @@ class Answer:
 
     def leave(self) -> None:
         self.gone = True
+        self.changed.clear()
         self.wake()
 
     async def wait(self) -> None:
@@ -63,6 +64,8 @@ class ChoiceSink:
         answer.open += 1
 
     def token(self, seq: Seq) -> str | None:
+        if self.answer.gone:
+            return None
         token = seq.output[-1]
         reason: str | None = None
         if self.stop:
