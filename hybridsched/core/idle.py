@@ -34,7 +34,7 @@ import msgspec
 
 from hybridsched.core.policy import IdlePolicy
 from hybridsched.core.reasons import Reason
-from hybridsched.core.values import GateState, LaneView, QueueView, ReplicaView, Signal, Value
+from hybridsched.core.values import Gate, GateState, LaneView, QueueView, ReplicaView, Signal, Value
 
 Numbers = dict[str, float | str | None]
 
@@ -61,32 +61,26 @@ def assess(
 
     The order is: can the data be believed, is online there, is somebody else there, has it lasted.
     """
-    # 1. The replica's own counts.
-    record = policy.max_telemetry_age_ms
+    # 1. and 2. The replica's own counts, the engine's metrics.
     if replica is None:
         return _no(Reason.TELEMETRY_MISSING, {"replica": lane.replica})
-    bad = (
-        _unread("online_inflight", replica.online_inflight, record, *_TELEMETRY)
-        or _unread("online_idle_ms", replica.online_idle_ms, record, *_TELEMETRY)
-        or _unread("offline_inflight", lane.offline_inflight, record, *_TELEMETRY)
-    )
-    if bad is not None:
-        return bad
-    # 2. The engine's metrics.
-    scrape = policy.max_metric_age_ms
-    bad = _unread("engine_healthy", replica.engine_healthy, scrape, *_METRIC)
-    if bad is not None:
-        return bad
-    if _value(replica.engine_healthy) < 1.0:
-        return _no(Reason.ENGINE_UNHEALTHY, {"engine_healthy": replica.engine_healthy.value})
-    bad = (
-        _unread("engine_running", replica.engine_running, scrape, *_METRIC)
-        or _unread("engine_waiting", replica.engine_waiting, scrape, *_METRIC)
-        or _unread("kv_use", replica.kv_use, scrape, *_METRIC)
-        or _unread("frozen_ms", replica.frozen_ms, scrape, *_METRIC)
-    )
-    if bad is not None:
-        return bad
+    record, scrape = policy.max_telemetry_age_ms, policy.max_metric_age_ms
+    # All at once first: nearly every lane of nearly every cycle needs no search for what is wrong.
+    healthy = replica.engine_healthy.within(scrape)
+    if not (
+        healthy is not None
+        and healthy >= 1.0
+        and replica.online_inflight.known(record)
+        and replica.online_idle_ms.known(record)
+        and lane.offline_inflight.known(record)
+        and replica.engine_running.known(scrape)
+        and replica.engine_waiting.known(scrape)
+        and replica.kv_use.known(scrape)
+        and replica.frozen_ms.known(scrape)
+    ):
+        bad = _unusable(replica, lane, record, scrape)
+        if bad is not None:
+            return bad
     held = _value(replica.engine_running) + _value(replica.engine_waiting)
     online, own = _value(replica.online_inflight), _value(lane.offline_inflight)
     frozen = _value(replica.frozen_ms)
@@ -98,14 +92,15 @@ def assess(
     # 3. Online: here, just arrived, or waiting for some replica of the model.
     if online > 0:
         return _no(Reason.ONLINE_ACTIVE, {"online_inflight": online})
-    arrived = _just_arrived(replica, lane, now_ms)
+    arrived = None if lane.gate is None else _just_arrived(replica, lane.gate, now_ms)
     if arrived is not None:
         return arrived
     queued = _queued(queue, replica.model, policy)
     if queued is not None:
         return queued
     # 4. Somebody else.
-    idle_for = _value(replica.online_idle_ms) + _age(replica.online_idle_ms)
+    idle = replica.online_idle_ms
+    idle_for = _value(idle) + _age(idle)
     foreign = _foreign(replica, lane, idle_for, policy)
     if foreign is not None and foreign > policy.foreign_tolerance:
         return _no(
@@ -117,7 +112,7 @@ def assess(
                 "offline_bound": _offline_bound(replica, lane, policy),
             },
         )
-    busy = _gpu_active(replica, lane, policy)
+    busy = None if policy.max_gpu_activity is None else _gpu_active(replica, lane, policy)
     if busy is not None:
         return busy
     # 5. Long enough?
@@ -142,6 +137,26 @@ def _no(reason: Reason, numbers: Numbers, *, check_in_ms: float | None = None) -
     return Verdict(idle=False, reason=reason, check_in_ms=check_in_ms, numbers=numbers)
 
 
+def _unusable(replica: ReplicaView, lane: LaneView, record: float, scrape: float) -> Verdict | None:
+    """The first signal that cannot be used; the replica's counts before the engine's metrics."""
+    bad = (
+        _unread("online_inflight", replica.online_inflight, record, *_TELEMETRY)
+        or _unread("online_idle_ms", replica.online_idle_ms, record, *_TELEMETRY)
+        or _unread("offline_inflight", lane.offline_inflight, record, *_TELEMETRY)
+        or _unread("engine_healthy", replica.engine_healthy, scrape, *_METRIC)
+    )
+    if bad is not None:
+        return bad
+    if _value(replica.engine_healthy) < 1.0:
+        return _no(Reason.ENGINE_UNHEALTHY, {"engine_healthy": replica.engine_healthy.value})
+    return (
+        _unread("engine_running", replica.engine_running, scrape, *_METRIC)
+        or _unread("engine_waiting", replica.engine_waiting, scrape, *_METRIC)
+        or _unread("kv_use", replica.kv_use, scrape, *_METRIC)
+        or _unread("frozen_ms", replica.frozen_ms, scrape, *_METRIC)
+    )
+
+
 def _value(signal: Signal) -> float:
     """The value of a signal that has been found known."""
     return 0.0 if signal.value is None else signal.value
@@ -160,10 +175,9 @@ def _unread(name: str, signal: Signal, limit_ms: float, missing: Reason, stale: 
     return _no(stale if measured else missing, numbers | {"signal": name})
 
 
-def _just_arrived(replica: ReplicaView, lane: LaneView, now_ms: float) -> Verdict | None:
+def _just_arrived(replica: ReplicaView, gate: Gate, now_ms: float) -> Verdict | None:
     """The fast path closed the gate after the replica's record was made: the record is out of date."""
-    gate = lane.gate
-    if gate is None or gate.state is GateState.OPEN or gate.reason is not Reason.ONLINE_ARRIVED:
+    if gate.state is GateState.OPEN or gate.reason is not Reason.ONLINE_ARRIVED:
         return None
     recorded_ms = now_ms - _age(replica.online_inflight)
     if recorded_ms > gate.at_ms:
@@ -176,12 +190,15 @@ def _queued(queue: QueueView | None, model: str, policy: IdlePolicy) -> Verdict 
     nobody knows."""
     if queue is None:
         return _no(Reason.QUEUE_UNKNOWN, {"queue_depth": None, "model": model})
-    bad = _unread(
-        "queue_depth", queue.depth, policy.max_telemetry_age_ms, Reason.QUEUE_UNKNOWN, Reason.QUEUE_UNKNOWN
-    )
-    if bad is not None:
-        return bad
-    depth = _value(queue.depth)
+    depth = queue.depth.within(policy.max_telemetry_age_ms)
+    if depth is None:
+        return _unread(
+            "queue_depth",
+            queue.depth,
+            policy.max_telemetry_age_ms,
+            Reason.QUEUE_UNKNOWN,
+            Reason.QUEUE_UNKNOWN,
+        )
     if depth <= 0:
         return None
     wait = queue.oldest_wait_ms

@@ -7,15 +7,18 @@ Times are milliseconds on one clock that the caller chooses; ages are millisecon
 from __future__ import annotations
 
 from enum import StrEnum
-from math import isfinite
 
 import msgspec
 
 from hybridsched.core.reasons import Reason
 
 
-class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every immutable value."""
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Base of every immutable value.
+
+    Values are built of values, so they form no cycles, and the garbage collector need not walk them
+    (`gc=False`): a snapshot of 10,000 lanes has 150,000 of them.
+    """
 
 
 class Signal(Value, frozen=True, kw_only=True):
@@ -30,16 +33,17 @@ class Signal(Value, frozen=True, kw_only=True):
         A negative age is not trusted, and neither is a value that is no finite number: a NaN would pass
         every comparison that is meant to close a gate.
         """
-        return (
-            self.value is not None
-            and isfinite(self.value)
-            and self.age_ms is not None
-            and 0.0 <= self.age_ms <= max_age_ms
-        )
+        value, age = self.value, self.age_ms
+        # NaN and infinity are the floats whose difference with themselves is not 0. Written out because this
+        # is asked fifteen times a lane and cycle.
+        return value is not None and age is not None and 0.0 <= age <= max_age_ms and value - value == 0.0
 
     def within(self, max_age_ms: float) -> float | None:
         """The value if it is known within `max_age_ms`, else None."""
-        return self.value if self.known(max_age_ms) else None
+        value, age = self.value, self.age_ms
+        if value is None or age is None or not 0.0 <= age <= max_age_ms or value - value != 0.0:
+            return None
+        return value
 
 
 UNKNOWN = Signal(value=None, age_ms=None)
