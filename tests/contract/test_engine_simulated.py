@@ -355,7 +355,7 @@ async def test_iteration_log_is_chained_and_tells_whose_work_it_was(tmp_path: Pa
     assert all(b["s"] == a["e"] for a, b in itertools.pairwise(lines))
 
 
-async def test_a_slow_reader_gets_merged_chunks_and_every_token(servers: Servers) -> None:
+async def test_a_stream_among_many_carries_every_token(servers: Servers) -> None:
     engine = VllmHttpEngine(servers.get("--max-num-seqs", "257").url)
     others = [
         asyncio.create_task(

@@ -13,7 +13,6 @@ import re
 import sys
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 
 BOS, EOS = 1, 2
 _BYTE0 = 3
@@ -26,6 +25,8 @@ _WORDS = VOCAB_SIZE - WORD0
 
 _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"][:40]
 _BASE = len(_SYLLABLES)
+_FIRST_TWO = [f" {a}{b}".encode() for a in _SYLLABLES for b in _SYLLABLES]
+_LAST = [s.encode() for s in _SYLLABLES]
 _VALUE = {s: i for i, s in enumerate(_SYLLABLES)}
 _WORD = re.compile(" ((?:" + "|".join(_SYLLABLES) + "){3})(?![a-z])")
 
@@ -55,20 +56,10 @@ def choose(state: int) -> int:
     return WORD0 + (mixed >> 8) % _WORDS
 
 
-def _word(token: int) -> str:
-    n = token - WORD0
-    return (
-        " "
-        + _SYLLABLES[n // (_BASE * _BASE) % _BASE]
-        + _SYLLABLES[n // _BASE % _BASE]
-        + _SYLLABLES[n % _BASE]
-    )
-
-
-@lru_cache(maxsize=VOCAB_SIZE)
 def _piece(token: int) -> bytes:
     if token >= WORD0:
-        return _word(token).encode()
+        number = token - WORD0
+        return _FIRST_TWO[number // _BASE] + _LAST[number % _BASE]
     if token >= _PAIR0:
         return (token - _PAIR0).to_bytes(2, "big")
     if token >= _BYTE0:
