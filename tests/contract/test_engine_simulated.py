@@ -376,6 +376,7 @@ async def test_a_stream_among_many_carries_every_token(servers: Servers) -> None
     ("flags", "word"),
     [
         (["--speed", "0"], "speed"),
+        (["--speed", "nan"], "speed"),
         (["--profile", "none"], "a100-llama3-8b"),
         (["--kv-tokens", "100"], "kv_tokens"),
         (["--max-num-seqs", "0"], "max_num_seqs"),

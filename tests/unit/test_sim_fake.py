@@ -56,14 +56,15 @@ async def test_an_abort_by_hand_takes_effect_at_the_next_step() -> None:
     task = start(engine, 50)
     await turns()
     engine.step(3)
-    assert await engine.abort(PATH, ["r"]) == 1
+    assert await engine.abort(PATH, ["r", "r"]) == 1
+    assert await engine.abort(PATH, ["r"]) == 0
     await turns()
     assert not task.done()
     engine.step()
     answer = await task
     assert answer.aborted
     assert len(made(answer)) == 4
-    assert engine.aborts == [("r",)]
+    assert engine.aborts == [("r", "r"), ("r",)]
 
 
 async def test_death_fails_what_is_in_flight_and_what_comes() -> None:

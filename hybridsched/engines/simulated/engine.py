@@ -8,6 +8,7 @@ iteration's start join it. When the loop is late, iterations are caught up one a
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -71,8 +72,8 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         timer: Callable[[Callable[[], None]], Timer] = PreciseTimer,
     ) -> None:
-        if speed <= 0:
-            raise ValueError(f"speed must be above 0, got {speed}")
+        if not 0 < speed < math.inf:
+            raise ValueError(f"speed must be a number above 0, got {speed}")
         self.scheduler = Scheduler(limits)
         self.metrics = EngineMetrics(model, self.scheduler, profile=profile.name, speed=speed)
         self.profile = profile
@@ -87,6 +88,7 @@ class EngineLoop:
         self._end = 0.0
         self._live: dict[str, list[Seq]] = {}
         self._left: set[Seq] = set()
+        self._aborting: set[Seq] = set()
         self._quiet: list[asyncio.Future[None]] = []
         self._timer = timer(self._tick)
         self._flusher: asyncio.Task[None] | None = None
@@ -146,12 +148,13 @@ class EngineLoop:
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """End by id, at the next boundary; no ids end nothing here. Returns how many matched."""
-        wanted = list(request_ids)
         count = 0
-        for request_id in wanted:
+        for request_id in dict.fromkeys(request_ids):
             for seq in list(self._live.get(request_id, ())):
-                count += 1
-                self._abort(seq)
+                if seq not in self._aborting:
+                    count += 1
+                    self._aborting.add(seq)
+                    self._abort(seq)
         return count
 
     def abort_all(self) -> int:
@@ -281,6 +284,7 @@ class EngineLoop:
     def _ended(self, seqs: list[Seq], now: float) -> None:
         counted = []
         for seq in seqs:
+            self._aborting.discard(seq)
             same = self._live.get(seq.request_id)
             if same is not None and seq in same:
                 same.remove(seq)
