@@ -29,6 +29,7 @@ from hybridsched.store.connection import async_client
 from hybridsched.store.events import EventLog
 from hybridsched.store.online import OnlineQueue, new_consumer
 from hybridsched.store.policy import PolicyStore
+from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import TelemetryStore
 from hybridsched.telemetry.protocol import GpuSampler
 from hybridsched.workers.online_engine import HUNG_S, EngineWatch
@@ -137,11 +138,19 @@ class OnlineWorker:
         await self._goodbye()
 
     async def _loops(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.policy.run(), name="policy")
-            tasks.create_task(self.watch.run(), name="engine")
-            tasks.create_task(self._publisher.run(), name="telemetry")
-            tasks.create_task(self.intake.run(self.jobs), name="intake")
+        # No TaskGroup: it cancels its tasks once, and a cancellation can be lost within redis-py.
+        tasks = [
+            asyncio.create_task(self.policy.run(), name="policy"),
+            asyncio.create_task(self.watch.run(), name="engine"),
+            asyncio.create_task(self._publisher.run(), name="telemetry"),
+            asyncio.create_task(self.intake.run(self.jobs), name="intake"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            await end_tasks(*tasks)
 
     async def _drain(self) -> None:
         self._log.info(
