@@ -26,7 +26,7 @@ import click
     "--duration",
     "duration_s",
     type=click.FloatRange(min=1),
-    default=120.0,
+    default=100.0,
     show_default=True,
     help="Seconds of the trace to replay.",
 )

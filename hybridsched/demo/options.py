@@ -42,7 +42,7 @@ class DemoOptions(Value, frozen=True, kw_only=True):
 
     trace: Path | None = None
     start_s: float = 1140.0
-    duration_s: float = 120.0
+    duration_s: float = 100.0
     speed: float = 2.0
     batch: Path | None = None
     gpus: int = 4
