@@ -7,9 +7,11 @@ from RQ, and one plans them. `offline_lane` has the pause, `offline_lines` the l
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +57,10 @@ _STOP_S = 10.0
 
 _BACK_OFF_S = (0.1, 5.0)
 
+_SWITCH_S = 0.0005
+"""How long a thread that reads a chunk may keep the event loop from running. A pause must not wait for the
+5 ms that Python allows by itself."""
+
 
 async def run_offline(
     *,
@@ -75,6 +81,8 @@ async def run_offline(
     Raises:
         StoreUrlError: the URL cannot be understood.
     """
+    sys.setswitchinterval(_SWITCH_S)
+    logging.getLogger("rq").setLevel(logging.WARNING)  # it writes six lines for each chunk
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
@@ -264,7 +272,13 @@ class OfflineWorker:
         policy, rate = self._policy.offline, self._throughput.tokens_per_s
         parallel = self._executor.budget.max_inflight or policy.max_inflight
         return ChunkSize(
-            max_tokens=next_chunk_tokens(policy, rate, kv_tokens=self._engine.admission.kv_tokens),
+            max_tokens=next_chunk_tokens(
+                policy,
+                rate,
+                kv_tokens=self._engine.admission.kv_tokens,
+                tokens_per_line=tokens_per_line,
+                parallel=parallel,
+            ),
             max_lines=next_chunk_lines(policy, rate, tokens_per_line=tokens_per_line, parallel=parallel),
             min_lines=policy.chunk_min_lines,
             ahead=policy.chunks_ahead,
@@ -290,7 +304,7 @@ class OfflineWorker:
             if self._lane.is_open:
                 open_s += now_s - before_s
             before_s = now_s
-            if open_s >= 1.0 and tokens > before_tokens:
+            if open_s >= min(1.0, self._policy.offline.chunk_target_ms / 2000.0) and tokens > before_tokens:
                 self._throughput = self._throughput.observe(tokens=tokens - before_tokens, seconds=open_s)
                 before_tokens, open_s = tokens, 0.0
             try:
