@@ -24,10 +24,31 @@ def text(summary: dict[str, Any]) -> str:
         f"pauses    {pauses['count']}; signal to quiet p50 {number(quiet['p50'], 1)} ms, "
         f"p99 {number(quiet['p99'], 1)} ms"
     )
+    lines += _trust(summary)
     if summary["restarts"]:
         names = ", ".join(f"{name} ×{count}" for name, count in summary["restarts"].items())
         lines.append(f"restarts  {names}: figures of a disturbed run")
     return "\n".join(lines)
+
+
+BUSY_MS = 20.0
+"""Lateness of the engines' processes (p99, engines' clock) from which latencies say something of the machine too:
+two short iterations."""
+
+
+def _trust(summary: dict[str, Any]) -> list[str]:
+    late, requests = summary["lateness"], summary["online"]["requests"]
+    engines = late["engine_clock_ms"]["p99"] or 0.0
+    lines = [
+        f"fidelity  engines' processes p99 {number(engines, 1)} ms behind their clock; "
+        f"{late['late_sends']} of {requests} requests sent over 20 ms late"
+    ]
+    if engines > BUSY_MS or late["late_sends"] > requests / 100:
+        lines.append(
+            "          this machine was too busy for this speed: latencies and pauses are partly its own; "
+            "run again when it is quiet, or with a lower --speed"
+        )
+    return lines
 
 
 def _bars(summary: dict[str, Any]) -> list[str]:
