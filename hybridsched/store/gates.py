@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 LANES_PER_CALL = 64
 """Lanes that one run of the script publishes: enough to make its cost per lane small, few enough that the
 server is never held for more than about half a millisecond."""
+
+MANY = 65_536
+"""Lanes whose keys are kept ready."""
 
 _ENCODE = msgspec.json.Encoder()
 _GATE = msgspec.json.Decoder(Gate)
@@ -67,6 +71,7 @@ class GateStore:
         self._client = client
         self._keys = Keys(pool)
         self._scripts = Scripts(client)
+        self._lane_keys = lru_cache(MANY)(self._encoded_keys)
 
     async def publish(
         self, gate: Gate, *, leader_token: str, expected_epoch: int | None = None, lease_ms: float
@@ -88,12 +93,11 @@ class GateStore:
         calls: list[Call] = []
         lease = max(1, round(lease_ms))
         for start in range(0, len(gates), LANES_PER_CALL):
-            keys = [self._keys.leader]
-            args: list[Arg] = [leader_token, self._keys.gates]
+            keys: list[str | bytes] = [self._keys.leader]
+            args: list[Arg] = [leader_token, self._keys.gates, lease]
             for gate in gates[start : start + LANES_PER_CALL]:
-                keys += (self._keys.gate(gate.lane), self._keys.gate_epoch(gate.lane))
-                opening = gate.state is GateState.OPEN
-                args += (gate.state.value, _body(gate), lease, gate.epoch if opening else "")
+                keys += self._lane_keys(gate.lane)
+                args += (gate.epoch if gate.state is GateState.OPEN else b"", _body(gate))
             calls.append(Call("gate_publish", keys, args))
         answers = await self._scripts.call_many(calls)
         raise_first(answers)
@@ -107,6 +111,9 @@ class GateStore:
         await self._client.incr(self._keys.gate_epoch(lane))
         gate = Gate(lane=lane, state=GateState.CLOSED, reason=reason, by=by)
         await self.publish_many([gate], leader_token="", lease_ms=lease_ms)
+
+    def _encoded_keys(self, lane: str) -> tuple[bytes, bytes]:
+        return self._keys.gate(lane).encode(), self._keys.gate_epoch(lane).encode()
 
     async def read(self, lane: str) -> GateReading:
         """The gate, its epoch and what remains of its lease, in one round trip."""

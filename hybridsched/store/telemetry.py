@@ -7,6 +7,7 @@ time since. So the clocks of two machines are never compared, and who falls sile
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -77,6 +78,9 @@ class LaneRecord(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: float | None = None
 
 
+MANY = 65_536
+"""Names whose keys are kept ready."""
+
 _REPLICA = msgspec.json.Decoder(ReplicaRecord)
 _LANE = msgspec.json.Decoder(LaneRecord)
 _ENCODE = msgspec.json.Encoder()
@@ -146,6 +150,9 @@ class TelemetryStore:
         self._client = client
         self._keys = Keys(pool)
         self._scripts = Scripts(client)
+        keys = self._keys
+        self._replica_key = lru_cache(MANY)(lambda name: keys.telemetry(name).encode())
+        self._lane_key = lru_cache(MANY)(lambda name: keys.lane_telemetry(name).encode())
 
     async def publish(self, record: ReplicaRecord, *, nudge: bool = False) -> float:
         """Publish a replica's record; returns the server's stamp in ms.
@@ -202,8 +209,8 @@ class TelemetryStore:
     def queue_records(self, pipe: Pipeline, index: Index) -> None:
         """The same for the two commands whose answers `read_records` takes; TIME must come later."""
         # MGET wants a key: the indexes themselves are none of its type and answer as absent.
-        pipe.mget([self._keys.telemetry(name) for name in index.replicas] or [self._keys.replica_index])
-        pipe.mget([self._keys.lane_telemetry(name) for name in index.lanes] or [self._keys.lane_index])
+        pipe.mget([self._replica_key(name) for name in index.replicas] or [self._keys.replica_index])
+        pipe.mget([self._lane_key(name) for name in index.lanes] or [self._keys.lane_index])
 
     async def nudges(self) -> AsyncIterator[str]:
         """Names of replicas and lanes as their workers ask for attention. Ends with an error on an outage."""

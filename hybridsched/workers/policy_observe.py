@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +19,7 @@ from hybridsched.core.values import (
     Signal,
     Snapshot,
 )
-from hybridsched.store.gates import decode_gate
+from hybridsched.store.gates import MANY, decode_gate
 from hybridsched.store.holds import read_holds
 from hybridsched.store.keys import GROUP, PRIORITIES, Keys
 from hybridsched.store.scripts import digest, load
@@ -57,6 +58,9 @@ class Observer:
         self._pool = pool
         self._keys = Keys(pool)
         self._telemetry = TelemetryStore(client, pool)
+        keys = self._keys
+        self._epoch_key = lru_cache(MANY)(lambda lane: keys.gate_epoch(lane).encode())
+        self._gate_key = lru_cache(MANY)(lambda lane: keys.gate(lane).encode())
         self._models: tuple[str, ...] = ()
         self._lanes: frozenset[str] = frozenset()
 
@@ -109,8 +113,9 @@ class Observer:
 
     async def _send(self, index: Index, lanes: Sequence[str]) -> list[Any]:
         pipe = self._client.pipeline(transaction=False)
-        pipe.mget([self._keys.gate_epoch(lane) for lane in lanes] or [self._keys.replica_index])
-        pipe.mget([self._keys.gate(lane) for lane in lanes] or [self._keys.replica_index])
+        # MGET wants a key: an index is none of its type and answers as absent.
+        pipe.mget([self._epoch_key(lane) for lane in lanes] or [self._keys.replica_index])
+        pipe.mget([self._gate_key(lane) for lane in lanes] or [self._keys.replica_index])
         self._telemetry.queue_records(pipe, index)
         for model in self._models:
             streams = self._keys.online_all(model)

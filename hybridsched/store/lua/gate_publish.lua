@@ -5,10 +5,9 @@
 -- KEYS[2i+1]     gate-epoch:{lane i}  integer: raised whenever the lane's replica takes an online request
 -- ARGV[1]        token of the caller; '' publishes without leading, and then only closes
 -- ARGV[2]        channel for changes
--- ARGV[3+4(i-1)] 'open' or 'closed'
--- ARGV[4+4(i-1)] JSON of the gate without its last fields "epoch" and "at_ms" and without the closing brace
--- ARGV[5+4(i-1)] lease in ms
--- ARGV[6+4(i-1)] epoch that an opening was decided on ('' when closing: a close is never refused)
+-- ARGV[3]        lease in ms
+-- ARGV[2i+2]     epoch that an opening was decided on; '' closes, and a close is never refused
+-- ARGV[2i+3]     JSON of the gate without its last fields "epoch" and "at_ms" and without the closing brace
 --
 -- Returns one integer for each lane: 1 changed and announced, 2 renewed as it stood,
 -- 0 refused because the epoch has moved, -1 refused because the caller does not lead.
@@ -24,26 +23,26 @@ local arrived = '"reason":"online_arrived"'
 local answer = {}
 for i = 1, lanes do
   local gate, epoch_key = KEYS[2 * i], KEYS[2 * i + 1]
-  local base = 3 + 4 * (i - 1)
-  local state, body, lease, expected = ARGV[base], ARGV[base + 1], ARGV[base + 2], ARGV[base + 3]
+  local expected, body = ARGV[2 * i + 2], ARGV[2 * i + 3]
+  local opening = expected ~= ''
   local epoch = redis.call('GET', epoch_key) or '0'
-  if not leads and (token ~= '' or state == 'open') then
+  if not leads and (token ~= '' or opening) then
     answer[i] = -1
-  elseif state == 'open' and epoch ~= expected then
+  elseif opening and epoch ~= expected then
     answer[i] = 0
   else
     local stable = body .. ',"epoch":' .. epoch .. ',"at_ms":'
     local old = redis.call('GET', gate)
     local same = old and string.sub(old, 1, #stable) == stable
-    if old and not same and state == 'closed' and string.find(body, arrived, 1, true) then
+    if old and not same and not opening and string.find(body, arrived, 1, true) then
       same = string.find(old, arrived, 1, true)
     end
     if same then
-      redis.call('PEXPIRE', gate, lease)
+      redis.call('PEXPIRE', gate, ARGV[3])
       answer[i] = 2
     else
       local text = stable .. at_ms .. '}'
-      redis.call('SET', gate, text, 'PX', lease)
+      redis.call('SET', gate, text, 'PX', ARGV[3])
       redis.call('PUBLISH', ARGV[2], text)
       answer[i] = 1
     end
