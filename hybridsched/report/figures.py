@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import log10
 from typing import Any
 
 from hybridsched.core.reasons import Reason
@@ -297,6 +298,13 @@ def _values(rows: Sequence[OnlineRow], speed: float, figure: str) -> list[float]
     return [value for row in rows if row.status == "ok" and (value := measure(row, speed)) is not None]
 
 
+def _log_range(data: Sequence[dict[str, Any]], axis: str) -> list[float]:
+    """From the first percentile to the largest value: tokens that arrive together have a pace near 0."""
+    values = [x for one in data if one.get("xaxis", "x") == axis for x in one["x"]]
+    low = max(summary.percentile(values, 0.01) or 1.0, 0.1)
+    return [log10(low) - 0.05, log10(max([low, *values])) + 0.05]
+
+
 def _cdf(record: RunRecord) -> Figure:
     data: list[dict[str, Any]] = []
     for name, colour, run in _runs(record):
@@ -322,11 +330,17 @@ def _cdf(record: RunRecord) -> Figure:
         "lie on each other, online does not feel the offline work.",
         data=data,
         layout={
-            "xaxis": {"type": "log", "domain": [0, 0.47], "title": {"text": "TTFT, ms"}},
+            "xaxis": {
+                "type": "log",
+                "domain": [0, 0.47],
+                "range": _log_range(data, "x"),
+                "title": {"text": "TTFT, ms"},
+            },
             "yaxis": {"range": [0, 1.02], "tickformat": ".0%"},
             "xaxis2": {
                 "type": "log",
                 "domain": [0.53, 1],
+                "range": _log_range(data, "x2"),
                 "anchor": "y2",
                 "title": {"text": "time per output token, ms"},
             },

@@ -32,7 +32,7 @@ def text(summary: dict[str, Any]) -> str:
 
 
 BUSY_MS = 20.0
-"""Lateness of the engines' processes (p99, engines' clock) from which latencies say something of the machine too:
+"""Lateness of the engines' processes (p99, engines' clock) from which latencies show the machine's load too:
 two short iterations."""
 
 
