@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,6 +36,7 @@ from hybridsched.workers.online_intake import Intake, IntakeOptions
 from hybridsched.workers.online_jobs import JobOptions, Jobs
 from hybridsched.workers.online_policy import PolicyFollower
 from hybridsched.workers.online_serve import Stop
+from hybridsched.workers.online_tasks import run_together
 from hybridsched.workers.online_telemetry import OnlineCounts, TelemetryPublisher
 
 if TYPE_CHECKING:
@@ -130,27 +130,19 @@ class OnlineWorker:
             if not loops.done():
                 await self._drain()
         finally:
-            stopped.cancel()
-            loops.cancel()
-            with suppress(asyncio.CancelledError):
-                await loops  # a loop that failed says so here
+            await end_tasks(stopped, loops)
             await self.jobs.abandon()
+        if not loops.cancelled():
+            loops.result()  # a loop that failed says so here
         await self._goodbye()
 
     async def _loops(self) -> None:
-        # No TaskGroup: it cancels its tasks once, and a cancellation can be lost within redis-py.
-        tasks = [
-            asyncio.create_task(self.policy.run(), name="policy"),
-            asyncio.create_task(self.watch.run(), name="engine"),
-            asyncio.create_task(self._publisher.run(), name="telemetry"),
-            asyncio.create_task(self.intake.run(self.jobs), name="intake"),
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        finally:
-            await end_tasks(*tasks)
+        await run_together(
+            policy=self.policy.run(),
+            engine=self.watch.run(),
+            telemetry=self._publisher.run(),
+            intake=self.intake.run(self.jobs),
+        )
 
     async def _drain(self) -> None:
         self._log.info(

@@ -13,6 +13,7 @@ from hybridsched.core.admission import Capacity
 from hybridsched.engines.protocol import Engine, EngineError, EngineInfo
 from hybridsched.log import get_logger
 from hybridsched.telemetry.engine_metrics import EngineTracker
+from hybridsched.workers.online_tasks import run_together
 
 SCRAPE_S = 0.15
 """Between two readings of the metrics while the replica is idle: below the shortest useful idle window."""
@@ -94,9 +95,7 @@ class EngineWatch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch_health(), name="engine-health")
-            tasks.create_task(self._watch_metrics(), name="engine-metrics")
+        await run_together(health=self._watch_health(), metrics=self._watch_metrics())
 
     async def check(self) -> bool:
         """One health check, and what the engine says of itself when it came back. Returns its health."""

@@ -20,6 +20,7 @@ from hybridsched.store.online_signals import Cancel
 from hybridsched.workers.online_engine import EngineWatch, wait_for
 from hybridsched.workers.online_jobs import Jobs
 from hybridsched.workers.online_policy import PolicyFollower
+from hybridsched.workers.online_tasks import run_together
 from hybridsched.workers.online_telemetry import OnlineCounts
 
 _log = get_logger("online")
@@ -75,7 +76,8 @@ class Intake:
         self._wake = asyncio.Event()
         self._record = asyncio.Event()
         self._stopping = False
-        self._claiming: asyncio.Task[None] | None = None
+        self._claims_over = asyncio.Event()
+        self._claims_over.set()
         self._others_live = False
         self._looked_at = 0.0
         self._full = False
@@ -123,28 +125,32 @@ class Intake:
     async def run(self, jobs: Jobs) -> None:
         """Until cancelled. `stop` first, so that no claim is cut in the middle."""
         self._jobs = jobs
-        async with asyncio.TaskGroup() as tasks:
-            self._claiming = tasks.create_task(self._claim_all(jobs), name="claims")
-            tasks.create_task(self._listen(jobs), name="signals")
-            for what, step, pause in (
-                ("record", self._record_once, self._record_pause),
-                ("leases", self._heartbeat, self._heartbeat_pause),
-                ("reclaim", self._reclaim, self._reclaim_pause),
-            ):
-                tasks.create_task(self._every(what, step, pause), name=what)
+        await run_together(
+            claims=self._claim_until_stopped(jobs),
+            signals=self._listen(jobs),
+            record=self._every("record", self._record_once, self._record_pause),
+            leases=self._every("leases", self._heartbeat, self._heartbeat_pause),
+            reclaim=self._every("reclaim", self._reclaim, self._reclaim_pause),
+        )
 
     async def stop(self) -> None:
         """Claim nothing more; leases of what is held are still renewed."""
         self._stopping = True
         self.changed()
-        if self._claiming is not None:
-            await asyncio.wait([self._claiming])
+        await self._claims_over.wait()
 
     async def leave(self) -> None:
         """Take the replica out of the pool's records."""
         await self._queue.unregister(self._model, self._replica, self._consumer)
 
     # claims
+
+    async def _claim_until_stopped(self, jobs: Jobs) -> None:
+        self._claims_over.clear()
+        try:
+            await self._claim_all(jobs)
+        finally:
+            self._claims_over.set()
 
     async def _claim_all(self, jobs: Jobs) -> None:
         while not self._stopping:

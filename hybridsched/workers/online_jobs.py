@@ -12,6 +12,7 @@ from hybridsched.engines.protocol import Engine
 from hybridsched.log import get_logger
 from hybridsched.store.online import OnlineQueue
 from hybridsched.store.online_values import Claimed, End, EndStatus
+from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.online_engine import EngineWatch
 from hybridsched.workers.online_outbox import Outbox, UndeliveredError, deliver
 from hybridsched.workers.online_serve import IDLE_TIMEOUT_S, Ending, Request, Running, Stop
@@ -143,10 +144,7 @@ class Jobs:
 
     async def abandon(self) -> None:
         """Cancel what is left; its leases run out and others take it."""
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(*self._tasks)
 
     def _first(self, job: Job, ttft_ms: float) -> None:
         # The prompt is worked off: from here on the request only decodes.

@@ -11,6 +11,7 @@ from hybridsched.core.policy import PolicyKind, PoolPolicy
 from hybridsched.log import get_logger
 from hybridsched.store.connection import StoreError
 from hybridsched.store.policy import PolicyStore
+from hybridsched.workers.online_tasks import run_together
 
 POLL_S = 2.0
 """A publication can be missed (pub/sub delivers at most once): the policy is read again this often."""
@@ -43,9 +44,7 @@ class PolicyFollower:
 
     async def run(self) -> None:
         """Until cancelled; an outage or an unreadable policy leaves the last one in force."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow(), name="policy-follow")
-            tasks.create_task(self._poll(), name="policy-poll")
+        await run_together(follow=self._follow(), poll=self._poll())
 
     async def _follow(self) -> None:
         while True:

@@ -262,8 +262,7 @@ def _refused(status: int, code: str, message: str, body: dict[str, Any] | None =
 def _engine_failed(error: EngineError, *, sent: int) -> Ending:
     if error.status is not None and 400 <= error.status < 500:
         code = error.code if error.code in ("bad_request", "not_found") else "bad_request"
-        body: Any = getattr(error, "body", None)
-        return _refused(error.status, code, str(error), body=body if isinstance(body, dict) else None)
+        return _refused(error.status, code, str(error), body=error.body)
     suspect = error.code in ("engine_unreachable", "engine_died", "engine_timeout")
     if sent:
         return Ending(

@@ -12,6 +12,7 @@ from hybridsched.store.telemetry import EngineRecord, ReplicaRecord, TelemetrySt
 from hybridsched.telemetry.protocol import GpuSample, GpuSampler
 from hybridsched.telemetry.window import SlidingWindow
 from hybridsched.workers.online_engine import EngineWatch
+from hybridsched.workers.online_tasks import run_together
 
 PUBLISH_S = 0.2
 """Between two records without an edge."""
@@ -137,10 +138,10 @@ class TelemetryPublisher:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._publish_all(), name="telemetry")
-            if self._sampler is not None:
-                tasks.create_task(self._sample(self._sampler), name="gpu-samples")
+        loops = {"records": self._publish_all()}
+        if self._sampler is not None:
+            loops["gpu"] = self._sample(self._sampler)
+        await run_together(**loops)
 
     async def _publish_all(self) -> None:
         edge = self._counts.edge
