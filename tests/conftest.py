@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.slurm import clean_slurm, slurm
+
+__all__ = ["clean_slurm", "slurm"]
+
 
 def missing(what: str) -> None:
     """Skip for want of `what`; under CI=true fail, so that nothing is left out unseen."""
