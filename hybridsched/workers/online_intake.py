@@ -221,7 +221,9 @@ class Intake:
         client: Any = self._queue.client
         found: dict[bytes, bytes] = await client.hgetall(self._queue.keys.replicas(self._model))
         mine = self._replica.encode()
-        self._others_live = any(name != mine and _takes(record, now_ms) for name, record in found.items())
+        self._others_live = any(
+            name != mine and live_record(record, now_ms) for name, record in found.items()
+        )
 
     async def _record_pause(self) -> None:
         await asyncio.sleep(self._options.record_pause_s)
@@ -287,7 +289,10 @@ class Intake:
             self._outages.discard(what)
 
 
-def _takes(record: bytes, now_ms: float) -> bool:
-    """Whether a record of the replicas hash is live and of a replica that takes requests."""
-    parts = record.split()
-    return len(parts) >= 4 and float(parts[0]) > now_ms and int(parts[3]) > 0
+def live_record(record: bytes, now_ms: float) -> bool:
+    """Whether a record of the replicas hash is live at `now_ms` and its replica takes requests."""
+    try:
+        expires, _, _, cap = record.split()[:4]
+        return float(expires) > now_ms and int(cap) > 0
+    except ValueError:
+        return False  # not written by a worker of ours

@@ -24,6 +24,7 @@ from hybridsched.store.online import OnlineQueue
 from hybridsched.store.online_values import Accepted, End, Request
 from hybridsched.store.policy import PolicyStore
 from hybridsched.store.replies import Ended, ReplyReader
+from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import TelemetryStore
 from hybridsched.workers.online import OnlineOptions, OnlineWorker
 from hybridsched.workers.online_intake import IntakeOptions
@@ -157,11 +158,11 @@ class Answer:
 class Service:
     """An online service: hands requests in and reads their answers."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, *, reply: str = "") -> None:
         self.client: redis.asyncio.Redis = async_client(redis_url)
         self._reads = async_client(redis_url)
         self.queue = OnlineQueue(self.client, POOL)
-        self.reply = self.queue.keys.reply(uuid.uuid4().hex)
+        self.reply = reply or self.queue.keys.reply(uuid.uuid4().hex)
         self._reader = ReplyReader(self._reads, self.reply)
         self.answers: dict[str, Answer] = {}
         self._task = asyncio.create_task(self._read())
@@ -227,7 +228,6 @@ class Service:
         await await_until(lambda: answer.tokens >= count, what=f"tokens of {request_id}")
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         await self.client.aclose()
         await self._reads.aclose()
