@@ -73,9 +73,9 @@ class OfflinePolicy(Value, frozen=True, kw_only=True):
     """Offline prompt tokens per engine iteration; 0 sends prompts whole."""
     chunk_target_ms: float = 5000.0
     """A chunk is sized so that its boundary comes about this long after it starts."""
-    chunk_first_lines: int = 8
+    chunk_first_lines: int = 32
     """Lines of a lane's first chunk, before its throughput has been measured."""
-    chunk_first_tokens: int = 4096
+    chunk_first_tokens: int = 131_072
     """Tokens of a lane's first chunk, for the same reason."""
     chunk_min_lines: int = 1
     chunk_max_lines: int = 256

@@ -80,9 +80,9 @@ class OfflineTable(Table):
         default=5000.0, description="ms: a chunk's boundary should come this long after its start"
     )
     chunk_first_lines: int = Field(
-        default=8, ge=1, description="lines: a lane's first chunk, before it was measured"
+        default=32, ge=1, description="lines: a lane's first chunk, before it was measured"
     )
-    chunk_first_tokens: int = Field(default=4096, ge=1, description="tokens: the same")
+    chunk_first_tokens: int = Field(default=131_072, ge=1, description="tokens: the same")
     chunk_min_lines: int = Field(default=1, ge=1, description="lines: no chunk is smaller")
     chunk_max_lines: int = Field(default=256, ge=1, description="lines: no chunk is larger")
     chunks_ahead: int = Field(

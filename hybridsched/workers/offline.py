@@ -42,8 +42,9 @@ from hybridsched.workers.offline_rq import ChunkThread, LaneLink
 
 _log = get_logger("offline")
 
-PIPELINE = 2
-"""Chunks in hand: while the last lines of one run, the next one fills the engine."""
+PIPELINE = 6
+"""Most chunks in hand. Another is taken when the lines in hand no longer fill the budget: the last lines of a
+chunk can be many times as long as most, and several chunks may be waiting for theirs."""
 
 PUBLISH_S = 0.25
 """Between two telemetry records without a change, seconds."""

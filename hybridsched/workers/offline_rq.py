@@ -32,6 +32,9 @@ _log = get_logger("offline")
 LEASE_MS = 8_000.0
 """Life of a chunk's lease without a heartbeat: how long a killed worker's chunk waits for another one."""
 
+_LOOK_S = 0.1
+"""Between two looks whether another chunk is wanted: far less than the lines in hand take."""
+
 BEAT_S = 2.0
 _RQ_BEAT_S = 60.0
 """RQ forgets a job that is silent for 420 s; a chunk may be paused for longer."""
@@ -66,6 +69,24 @@ class LaneLink:
         """In hand; changed on the loop only."""
         self.fed = threading.Event()
         """Set to make the feeder look at once."""
+        self._lock = threading.Lock()
+        self._taker: int | None = None
+
+    def may_take(self) -> bool:
+        """Whether the calling thread may take a chunk now: one at a time, while the lines in hand could not
+        fill the budget. A chunk that waits for its last long lines must not leave the engine empty.
+        """
+        with self._lock:
+            if self._taker is not None or self._executor.lines >= max(1, self._executor.budget.max_inflight):
+                return False
+            self._taker = threading.get_ident()
+            return True
+
+    def taken(self, taker: int) -> None:
+        """That thread has its chunk's lines in hand, or found none to take."""
+        with self._lock:
+            if self._taker == taker:
+                self._taker = None
 
     def lane_is(self, is_open: bool) -> None:
         """The gate opened or closed (called on the loop)."""
@@ -81,10 +102,12 @@ class LaneLink:
 
     def begin(self, chunk: ChunkInHand) -> None:
         """Hand a chunk's lines to the executor."""
+        taker = threading.get_ident()
 
         def act() -> None:
             self.chunks.add(chunk)
             self._executor.submit(list(chunk.runs))
+            self.taken(taker)
 
         self._loop.call_soon_threadsafe(act)
 
@@ -156,13 +179,21 @@ class ChunkThread(threading.Thread):
         try:
             while not link.stopping.is_set():
                 # The gate is checked before every chunk; a chunk taken just before it closes waits in hand.
-                if not link.gate.wait(0.2) or link.disk_full:
+                if not link.gate.wait(0.2):
+                    continue
+                if link.disk_full:
+                    link.stopping.wait(BEAT_S)
+                    continue
+                if not link.may_take():
+                    link.stopping.wait(_LOOK_S)
                     continue
                 try:
                     self._rq.take(1)
                     self._back_off_s = _BACK_OFF_S[0]
                 except (RedisError, OSError) as error:
                     self._outage(error)
+                finally:
+                    link.taken(threading.get_ident())
         finally:
             try:
                 self._rq.close()

@@ -96,7 +96,7 @@ def idle_policy(**changes: object) -> PoolPolicy:
 def test_an_idle_lane_with_work_opens_with_a_budget_and_its_epoch() -> None:
     decision = one(snap())
     assert (decision.state, decision.reason, decision.epoch) == (GateState.OPEN, Reason.IDLE, 3)
-    assert decision.budget == Budget(max_inflight=64, chunk_tokens=4096, slice_tokens=512)
+    assert decision.budget == Budget(max_inflight=64, chunk_tokens=131_072, slice_tokens=512)
     assert decision.numbers["online_idle_ms"] == 520
 
 
