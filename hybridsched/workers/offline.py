@@ -32,6 +32,7 @@ from hybridsched.store.events import EventLog
 from hybridsched.store.gates import GateStore
 from hybridsched.store.keys import Keys
 from hybridsched.store.policy import PolicyStore
+from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import LaneRecord, TelemetryStore, decode_replica
 from hybridsched.workers.offline_chunks import ChunkInHand
 from hybridsched.workers.offline_engine import LaneEngine, lane_engine
@@ -215,9 +216,7 @@ class OfflineWorker:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     async def _stop(self, threads: list[ChunkThread], feeder: Feeder) -> None:
         """End what is in flight keeping its tokens, put the chunks down, end the threads."""

@@ -13,6 +13,7 @@ from hybridsched.core.values import Budget
 from hybridsched.engines.protocol import Engine, EngineError
 from hybridsched.engines.vllm_http import VllmHttpEngine
 from hybridsched.log import get_logger
+from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.offline_lines import LineExecutor
 from hybridsched.workers.offline_wire import LineSettings
 
@@ -209,7 +210,6 @@ async def lane_engine(
         yield lane
     finally:
         await lane.executor.close()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await end_tasks(watching)
         await engine.close()
         await control.close()

@@ -120,7 +120,7 @@ def shape_of(path: str, body: dict[str, Any]) -> Shape:
         limit, why = None, why or "max_tokens"
     stop = body.get("stop")
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else ()
-    if not all(isinstance(s, str) for s in stops):
+    if (stop is not None and not stops and stop != []) or not all(isinstance(s, str) for s in stops):
         stops, why = (), why or "stop"
     return Shape(
         path=path,
