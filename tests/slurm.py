@@ -81,7 +81,7 @@ class Testbed:
     ) -> subprocess.CompletedProcess[str]:
         """The same without a check of the exit status."""
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, env=self.env, stdin=stdin, check=False
+            command, capture_output=True, text=True, timeout=timeout_s, env=self.env, input=stdin, check=False
         )
 
     def sbatch(self, *options: str, script: str | None = None, name: str = "job") -> int:

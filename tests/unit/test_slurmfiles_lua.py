@@ -1,0 +1,275 @@
+"""job_submit.lua in the Lua that slurmctld loads it into, with a stand-in for Slurm's side."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import missing
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "slurm" / "job_submit.lua"
+
+GOOD_LINES = {
+    "gres": "#SBATCH --gres=hsfill:1",
+    "signal": "#SBATCH --signal=B:USR2@60",
+    "append": "#SBATCH --open-mode=append",
+}
+NO_VAL16, NO_VAL = 65534, 4294967294
+
+# What slurmctld offers to the script. A field that the job lacks reads as nil; one that Slurm does not know
+# is an error, as a stricter release might have it. Every function that could do I/O is taken away.
+STAND_IN = """
+io, os.execute, os.remove, os.rename, os.tmpname, dofile, loadfile, require, package = nil
+local said = {}
+slurm = { SUCCESS = 0, ERROR = -1, log_user = function(t) said[#said + 1] = t end,
+          log_info = function() end, log_error = function(...) said[#said + 1] = string.format(...) end }
+local known = { partition=1, script=1, environment=1, tres_per_node=1, tres_per_job=1, tres_per_socket=1,
+                tres_per_task=1, requeue=1, time_limit=1 }
+function job_of(fields)
+  return setmetatable({}, { __index = function(_, k)
+      if not known[k] then error("unrecognized field " .. k) end
+      return fields[k] end,
+    __newindex = function(_, k, v) fields[k] = v end })
+end
+function told() local t = table.concat(said, "|"); said = {}; return t end
+"""
+
+
+class Lua:
+    """liblua5.1 through ctypes: enough to run a chunk and get a string back."""
+
+    def __init__(self) -> None:
+        name = ctypes.util.find_library("lua5.1") or "liblua5.1.so.0"
+        try:
+            self._lib = ctypes.CDLL(name)
+        except OSError:
+            missing("liblua5.1")
+            raise
+        lib = self._lib
+        lib.luaL_newstate.restype = ctypes.c_void_p
+        for function in (lib.luaL_openlibs, lib.lua_close):
+            function.argtypes = [ctypes.c_void_p]
+        lib.luaL_loadbuffer.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p]
+        lib.lua_pcall.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+        lib.lua_tolstring.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        lib.lua_tolstring.restype = ctypes.c_char_p
+        lib.lua_settop.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self._state = lib.luaL_newstate()
+        lib.luaL_openlibs(self._state)
+
+    def close(self) -> None:
+        self._lib.lua_close(self._state)
+
+    def run(self, text: str, name: str = "=chunk") -> str:
+        """The chunk's first result as a string. Raises ValueError with Lua's message."""
+        lib, state, raw = self._lib, self._state, text.encode()
+        failed = lib.luaL_loadbuffer(state, raw, len(raw), name.encode()) or lib.lua_pcall(state, 0, 1, 0)
+        answer = lib.lua_tolstring(state, -1, None)
+        lib.lua_settop(state, 0)
+        if failed:
+            raise ValueError((answer or b"no message").decode())
+        return (answer or b"").decode()
+
+
+def literal(value: Any) -> str:
+    """A Python value as Lua source."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"[{json.dumps(k)}] = {literal(v)}" for k, v in value.items()) + "}"
+    if value is None:
+        return "nil"
+    return json.dumps(value).replace("\\n", "\\n")
+
+
+class Submitted:
+    def __init__(self, lua: Lua, **fields: Any) -> None:
+        self._lua = lua
+        lua.run(f"fields = {literal(fields)}")
+        parts = "{offline = {flag_default = 0}, online = {flag_default = 1}}"
+        self.code = int(lua.run(f"return slurm_job_submit(job_of(fields), {parts}, 1000)"))
+        self.told = lua.run("return told()")
+
+    def field(self, name: str) -> str:
+        return self._lua.run(f"return tostring(fields[{json.dumps(name)}])")
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for line in self.told.splitlines() if line.startswith("#SBATCH")]
+
+
+@pytest.fixture
+def lua() -> Any:
+    state = Lua()
+    state.run(STAND_IN)
+    state.run(SCRIPT.read_text(), "@job_submit.lua")
+    yield state
+    state.close()
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    """A job of the offline partition that has all it needs."""
+    lines = {**GOOD_LINES, **changes.pop("lines", {})}
+    return {
+        "partition": "offline",
+        "script": "#!/bin/bash\n" + "\n".join(line for line in lines.values() if line) + "\nexec work\n",
+        "environment": {},
+        "tres_per_node": "gres:hsfill:1",
+        "requeue": NO_VAL16,
+        "time_limit": 60,
+        **changes,
+    }
+
+
+def test_a_good_job_passes_and_is_made_requeueable(lua: Lua) -> None:
+    done = Submitted(lua, **job())
+    assert (done.code, done.told) == (0, "")
+    assert done.field("requeue") == "1"
+
+
+def test_online_and_other_jobs_are_untouched(lua: Lua) -> None:
+    for partition in ("online", None, "debug"):
+        done = Submitted(lua, partition=partition, requeue=NO_VAL16, time_limit=NO_VAL)
+        assert (done.code, done.told, done.field("requeue")) == (0, "", str(NO_VAL16))
+
+
+def test_one_of_several_partitions_is_enough(lua: Lua) -> None:
+    assert Submitted(lua, **job(partition="debug,offline", requeue=0)).code == -1
+
+
+def test_everything_missing_is_said_at_once(lua: Lua) -> None:
+    done = Submitted(
+        lua, partition="offline", script="#!/bin/bash\nwork\n", environment={}, requeue=0, time_limit=NO_VAL
+    )
+    assert done.code == -1
+    assert "needs 5 more lines" in done.told
+    assert [line.split("    #")[0] for line in done.lines] == [
+        "#SBATCH --gres=hsfill:1",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:USR2@60",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --time=04:00:00",
+    ]
+
+
+def test_the_proposed_lines_are_accepted(lua: Lua) -> None:
+    bad = Submitted(lua, partition="offline", script="#!/bin/bash\nwork\n", environment={}, time_limit=60)
+    assert bad.code == -1
+    script = "#!/bin/bash\n" + "\n".join(bad.lines) + "\nwork\n"
+    good = Submitted(lua, **job(script=script))
+    assert (good.code, good.told) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("signal", "ok"),
+    [
+        ("#SBATCH --signal=B:USR2@60", True),
+        ("#SBATCH --signal B:SIGUSR2@120", True),
+        ('#SBATCH --signal="B:USR2@60"', True),
+        ("#SBATCH --signal=b:usr2", True),
+        ("#SBATCH --signal=RB:12@30", True),
+        ("#SBATCH -t 60 --signal=B:USR2@60 # notice", True),
+        ("#SBATCH --signal=USR2@60", False),
+        ("#SBATCH --signal=B:USR1@60", False),
+        ("#SBATCH --signal=B:USR2@5", False),
+        ("#SBATCH --signal=R:USR2@60", False),
+        ("##SBATCH --signal=B:USR2@60", False),
+        ("# --signal=B:USR2@60", False),
+        ("#SBATCH --comment='x' # --signal=B:USR2@60", False),
+        ("", False),
+    ],
+)
+def test_signal(lua: Lua, signal: str, ok: bool) -> None:
+    done = Submitted(lua, **job(lines={"signal": signal}))
+    assert (done.code == 0) is ok, done.told
+    if not ok:
+        assert [line.split("    #")[0] for line in done.lines] == ["#SBATCH --signal=B:USR2@60"]
+
+
+def test_lines_below_the_first_command_are_no_options(lua: Lua) -> None:
+    script = "#!/bin/bash\n#SBATCH --open-mode=append\nwork\n#SBATCH --signal=B:USR2@60\n"
+    assert Submitted(lua, **job(script=script)).code == -1
+
+
+def test_environment_stands_in_for_the_lines(lua: Lua) -> None:
+    environment = {"SBATCH_SIGNAL": "B:USR2@60", "SLURM_OPEN_MODE": "a"}
+    assert Submitted(lua, **job(script="#!/bin/bash\nwork\n", environment=environment)).code == 0
+    truncating = Submitted(lua, **job(environment={"SLURM_OPEN_MODE": "t"}))
+    assert truncating.lines[0].startswith("#SBATCH --open-mode=append")
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "becomes"),
+    [
+        ("tres_per_node", "gres:gpu:1", "gres:gpu:a100:1"),
+        ("tres_per_node", "gres/gpu:2", "gres/gpu:a100:2"),
+        ("tres_per_node", "gres:gpu", "gres:gpu:a100"),
+        ("tres_per_job", "gres:gpu:4", "gres:gpu:a100:4"),
+        ("tres_per_node", "gres:gpu:1,gres:nic:1", "gres:gpu:a100:1,gres:nic:1"),
+        ("tres_per_node", "gres:gpu:a100:1", "gres:gpu:a100:1"),
+        ("tres_per_node", "gres:gpu:1g.10gb:1", "gres:gpu:1g.10gb:1"),
+        ("tres_per_node", "gres:hsfill:1", "gres:hsfill:1"),
+    ],
+)
+def test_the_only_gpu_type_is_filled_in(lua: Lua, field: str, given: str, becomes: str) -> None:
+    done = Submitted(lua, **job(tres_per_node=None) | {field: given})
+    assert (done.code, done.told) == (0, "")
+    assert done.field(field) == becomes
+
+
+def test_several_types_are_not_guessed() -> None:
+    state = Lua()
+    state.run(STAND_IN)
+    text = SCRIPT.read_text().replace('gpu_types = { "a100" }', 'gpu_types = { "a100", "1g.10gb" }')
+    state.run(text)
+    done = Submitted(state, **job(tres_per_node="gres:gpu:1"))
+    assert done.code == -1
+    assert "a100, 1g.10gb" in done.lines[0]
+    assert Submitted(state, **job(tres_per_node="gres:gpu:1g.10gb:1")).code == 0
+    state.close()
+
+
+@pytest.mark.parametrize("gres", [None, "", "gres:nic:1", "gres:hsfiller:1"])
+def test_no_lane_and_no_gpu(lua: Lua, gres: str | None) -> None:
+    done = Submitted(lua, **job(tres_per_node=gres))
+    assert done.lines[0].startswith("#SBATCH --gres=hsfill:1 ")
+
+
+def test_interactive_jobs_are_refused(lua: Lua) -> None:
+    done = Submitted(lua, **job(script=None))
+    assert done.code == -1
+    assert "Use sbatch" in done.told
+
+
+def test_a_long_script_is_not_read_to_its_end(lua: Lua) -> None:
+    script = "#!/bin/bash\n" + "# remark\n" * 100_000 + "#SBATCH --signal=B:USR2@60\n"
+    assert Submitted(lua, **job(script=script)).code == -1
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["", "\0", "#SBATCH", "#SBATCH --", "#SBATCH --signal=", "\r\n\r\n", "%", "#SBATCH --signal=@@:"],
+)
+def test_odd_scripts_are_answered(lua: Lua, script: str) -> None:
+    assert Submitted(lua, **job(script=script or "\n")).code == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "record", "uid", "code"),
+    [
+        ({"partition": "offline"}, {"partition": "debug"}, 1000, -1),
+        ({"partition": "offline"}, {"partition": "offline"}, 1000, 0),
+        ({"partition": "offline"}, {"partition": "debug"}, 0, 0),
+        ({"requeue": 0}, {"partition": "offline"}, 1000, -1),
+        ({"requeue": 0}, {"partition": "online"}, 1000, 0),
+        ({"time_limit": 5}, {"partition": "offline"}, 1000, 0),
+    ],
+)
+def test_changes_of_jobs(
+    lua: Lua, change: dict[str, Any], record: dict[str, Any], uid: int, code: int
+) -> None:
+    text = f"return slurm_job_modify(job_of({literal(change)}), job_of({literal(record)}), {{}}, {uid})"
+    assert int(lua.run(text)) == code
