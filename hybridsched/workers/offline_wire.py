@@ -25,7 +25,9 @@ class LineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time for one request of a line; then the connection is closed and the line is run again."""
     slice_timeout_s: float = 120.0
     abort_repeat_s: float = 0.02
-    """An abort may overtake the request it is for: it is sent again while answers are missing."""
+    """An abort is sent again after this while answers are missing."""
+    abort_missed_s: float = 0.002
+    """The same when the engine ended fewer requests than asked: the abort overtook some of them."""
     abort_bound_s: float = 3.0
     """After this the connections are closed, which ends the requests too, without their tokens."""
     busy_wait_s: float = 0.25
@@ -105,6 +107,7 @@ class LaneWire:
         closed: set[LineRun] = set()
         give_up = self._clock() + self._settings.abort_bound_s
         posts: set[asyncio.Task[None]] = set()
+        missed = asyncio.Event()
         while self._sent:
             late = self._clock() >= give_up
             by_path: dict[str, list[str]] = {}
@@ -115,17 +118,18 @@ class LaneWire:
                     closed.add(run)
                     close(run)
             for path, request_ids in by_path.items():
-                post = asyncio.ensure_future(self._abort(path, request_ids))
+                post = asyncio.ensure_future(self._abort(path, request_ids, missed))
                 posts.add(post)
                 post.add_done_callback(posts.discard)
-            await self._until_quiet()
+            await self._until_quiet(missed)
         for post in posts:
             post.cancel()
         return total, len(closed)
 
-    async def _abort(self, path: str, request_ids: list[str]) -> None:
+    async def _abort(self, path: str, request_ids: list[str], missed: asyncio.Event) -> None:
         try:
-            await self._control.abort(path, request_ids)
+            if await self._control.abort(path, request_ids) < len(request_ids):
+                missed.set()
         except EngineError as error:
             _log.warning(
                 "An abort did not reach the engine; it is sent again, and after its bound the "
@@ -134,9 +138,16 @@ class LaneWire:
                 error=str(error),
             )
 
-    async def _until_quiet(self) -> None:
-        try:
-            async with asyncio.timeout(self._settings.abort_repeat_s):
-                await self._quiet.wait()
-        except TimeoutError:
-            return
+    async def _until_quiet(self, missed: asyncio.Event) -> None:
+        """Wait until all answers are in, or it is time for the next abort."""
+        quiet = asyncio.ensure_future(self._quiet.wait())
+        overtaken = asyncio.ensure_future(missed.wait())
+        settings = self._settings
+        await asyncio.wait(
+            (quiet, overtaken), timeout=settings.abort_repeat_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not quiet.done() and overtaken.done():
+            missed.clear()
+            await asyncio.wait((quiet,), timeout=settings.abort_missed_s)
+        quiet.cancel()
+        overtaken.cancel()
