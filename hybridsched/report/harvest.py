@@ -38,13 +38,17 @@ class Pause(Value, frozen=True, kw_only=True):
     quiet_s: float
     """From the signal to the end of the last iteration that ran offline work; 0 if none ended after it."""
     iteration_s: float
-    """Length of the iteration that ran at the signal, or of the next one with offline work if none ran."""
+    """Length of the last iteration that ran offline work: the one that the engine could not be kept from."""
     found_work: bool
     """Whether an iteration with offline work ended after the signal and before the lane resumed."""
 
     @property
     def path_s(self) -> float:
-        """What the signal itself took: `quiet_s` beyond one iteration, never below 0."""
+        """What the signal itself took: how long after it an iteration with offline work could still begin.
+
+        It is `quiet_s` less that one iteration; 0 when that iteration ran already at the signal. An iteration
+        that begins while the signal is under way cannot be stopped, whether another ran before it or not.
+        """
         return max(0.0, self.quiet_s - self.iteration_s)
 
 
@@ -117,6 +121,6 @@ def _pause(signal: Event, offline: Sequence[Iteration], resumes: Sequence[float]
         lane=signal.lane,
         at_s=at,
         quiet_s=after[-1].e - at,
-        iteration_s=after[0].e - after[0].s,
+        iteration_s=after[-1].e - after[-1].s,
         found_work=True,
     )

@@ -31,9 +31,9 @@ iterations: on average half of the running one, and its own."""
 
 SEND_BURST = 4
 SEND_WINDOW_S = 0.004
-"""At most so many requests in this time, seconds. A lane that resumes has dozens of long bodies to send; all at
-once they would keep the engine's front end busy for tens of milliseconds, and an abort that comes then would
-wait behind them. Four bodies of 2,500 token ids take about 2 ms to read."""
+"""At most so many requests in this time, seconds. A lane that resumes has dozens of long bodies to send; all
+at once they would keep the engine's front end busy for tens of milliseconds, and an abort that comes then
+would wait behind them. Four bodies of 2,500 token ids take about 2 ms to read."""
 
 
 class Grant:
