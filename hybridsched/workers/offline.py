@@ -39,7 +39,8 @@ from hybridsched.workers.offline_engine import LaneEngine, lane_engine
 from hybridsched.workers.offline_feed import ChunkSize, Feeder
 from hybridsched.workers.offline_folders import Folders
 from hybridsched.workers.offline_lane import Lane
-from hybridsched.workers.offline_rq import ChunkThread, LaneLink
+from hybridsched.workers.offline_link import LaneLink
+from hybridsched.workers.offline_rq import ChunkThread
 
 _log = get_logger("offline")
 

@@ -23,7 +23,7 @@ from hybridsched.store.batch_values import EXPIRED_CODE, BatchInfo, BatchStatus
 from hybridsched.store.batches import BatchStore
 from hybridsched.store.errors import StoreError
 from hybridsched.workers.offline_folders import FINAL_ERRORS, Folders
-from hybridsched.workers.offline_rq import LaneLink
+from hybridsched.workers.offline_link import LaneLink
 
 _log = get_logger("offline")
 

@@ -6,12 +6,9 @@ in the ledger is what counts; the RQ job only woke a thread up.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 from redis import RedisError
 
@@ -25,7 +22,7 @@ from hybridsched.store.batches import BatchStore
 from hybridsched.store.errors import StoreError
 from hybridsched.workers.offline_chunks import ChunkInHand
 from hybridsched.workers.offline_folders import FINAL_ERRORS, Folders
-from hybridsched.workers.offline_lines import LineExecutor
+from hybridsched.workers.offline_link import LaneLink
 
 _log = get_logger("offline")
 
@@ -43,116 +40,6 @@ HOLD_S = 30.0
 """How long a lane that is paused keeps a chunk that another lane could run."""
 
 _BACK_OFF_S = (0.2, 5.0)
-
-
-class LaneLink:
-    """What the threads need of the lane, each call safe from any thread."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        executor: LineExecutor,
-        *,
-        event: Callable[[dict[str, Any]], None],
-        measured: Callable[[ChunkInHand, float], None],
-    ) -> None:
-        """`measured(chunk, seconds)` is told of every finished chunk, on the loop."""
-        self._loop = loop
-        self._executor = executor
-        self._event = event
-        self._measured = measured
-        self.gate = threading.Event()
-        """Set while the lane's gate is open."""
-        self.stopping = threading.Event()
-        self.closed_since_s = time.monotonic()
-        self.chunks: set[ChunkInHand] = set()
-        """In hand; changed on the loop only."""
-        self.fed = threading.Event()
-        """Set to make the feeder look at once."""
-        self._lock = threading.Lock()
-        self._taker: int | None = None
-
-    def may_take(self) -> bool:
-        """Whether the calling thread may take a chunk now: one at a time, while the lines in hand could not
-        fill the budget. A chunk that waits for its last long lines must not leave the engine empty.
-        """
-        with self._lock:
-            if self._taker is not None or self._executor.lines >= max(1, self._executor.budget.max_inflight):
-                return False
-            self._taker = threading.get_ident()
-            return True
-
-    def taken(self, taker: int) -> None:
-        """That thread has its chunk's lines in hand, or found none to take."""
-        with self._lock:
-            if self._taker == taker:
-                self._taker = None
-
-    def lane_is(self, is_open: bool) -> None:
-        """The gate opened or closed (called on the loop)."""
-        if is_open:
-            self.gate.set()
-        elif self.gate.is_set():
-            self.closed_since_s = time.monotonic()
-            self.gate.clear()
-
-    @property
-    def disk_full(self) -> bool:
-        return any(chunk.disk_full for chunk in tuple(self.chunks))
-
-    def begin(self, chunk: ChunkInHand) -> None:
-        """Hand a chunk's lines to the executor."""
-        taker = threading.get_ident()
-
-        def act() -> None:
-            self.chunks.add(chunk)
-            self._executor.submit(list(chunk.runs))
-            self.taken(taker)
-
-        self._loop.call_soon_threadsafe(act)
-
-    def write(self, chunk: ChunkInHand) -> None:
-        """Try again to write what a full disk refused."""
-        self._loop.call_soon_threadsafe(chunk.write)
-
-    def finish(self, chunk: ChunkInHand, took_s: float) -> None:
-        """A chunk has been acknowledged."""
-
-        def act() -> None:
-            self.chunks.discard(chunk)
-            self._measured(chunk, took_s)
-            totals = chunk.totals
-            self._event(
-                {
-                    "t": "chunk",
-                    "batch": chunk.batch,
-                    "chunk": chunk.chunk_no,
-                    "lines": totals.lines,
-                    "mono_s": time.monotonic(),
-                    "took_s": took_s,
-                    "tokens": totals.prompt_tokens + totals.output_tokens,
-                    "prompt_tokens": totals.prompt_tokens,
-                    "output_tokens": totals.output_tokens,
-                    "recomputed": totals.recomputed,
-                }
-            )
-
-        self._loop.call_soon_threadsafe(act)
-
-    def withdraw(self, chunk: ChunkInHand, *, keep: bool) -> None:
-        """Take a chunk's lines out of hand, with `keep` their tokens into its journal. Waits for it."""
-        done = threading.Event()
-
-        def act() -> None:
-            self._executor.withdraw(chunk)
-            self.chunks.discard(chunk)
-            if keep:
-                chunk.keep()
-            done.set()
-
-        self._loop.call_soon_threadsafe(act)
-        if not done.wait(10):
-            _log.error("The lane's loop does not react; a chunk is given back as it is.", key="loop_stuck")
 
 
 class ChunkThread(threading.Thread):
@@ -312,25 +199,34 @@ class ChunkThread(threading.Thread):
             _log.debug("RQ could not be told that a chunk still runs; the ledger knows.", error=str(error))
 
     def _settle(self, claimed: ClaimedChunk, chunk: ChunkInHand, work: WorkFolder) -> None:
-        """Results to the disk, then the acknowledgement, then the output file."""
+        """Results to the disk, then to the output as far as it goes, then the acknowledgement.
+
+        In this order nobody can end the batch and remove its folder while it is still written to.
+        """
         if not self._on_disk(claimed, chunk):
             return
         done, failed = chunk.counts
         took_s = time.monotonic() - chunk.started_s
-        if not self._acknowledge(claimed, done=done, failed=failed, output_tokens=chunk.totals.output_tokens):
+        next_chunk = 0
+        try:
+            next_chunk = Assembler(work).advance().next_chunk
+        except DiskFullError as error:
+            # The chunk itself is on the disk; whoever comes next appends it.
+            _log.error("The disk is full: the output waits for space.", key="disk_full", error=str(error))
+        except BatchFileError as error:
+            self._link.withdraw(chunk, keep=False)
+            self._unusable(claimed, error)
+            return
+        tokens = chunk.totals.output_tokens
+        if not self._acknowledge(claimed, done=done, failed=failed, output_tokens=tokens):
             self._link.withdraw(chunk, keep=False)
             return
         self._link.finish(chunk, took_s)
         self._link.fed.set()
         try:
-            progress = Assembler(work).advance()
-            self._store.mark_assembled(claimed.batch.id, progress.next_chunk)
-        except DiskFullError:
-            return  # whoever comes next appends it; the last one waits for space
-        except BatchFileError as error:
-            self._unusable(claimed, error, acknowledged=True)
-        except (RedisError, OSError):
-            return
+            self._store.mark_assembled(claimed.batch.id, next_chunk)
+        except (RedisError, OSError) as error:
+            _log.debug("Chunks in the output stay in the ledger for now.", error=str(error))
 
     def _on_disk(self, claimed: ClaimedChunk, chunk: ChunkInHand) -> bool:
         """Seal the chunk, waiting for space while the disk is full; False when it was given back instead."""
@@ -410,8 +306,7 @@ class ChunkThread(threading.Thread):
             batch=batch_id,
             error=str(error),
         )
-        if not acknowledged:
-            self._give_back(claimed)
+        self._give_back(claimed)
         self._link.stopping.wait(_BACK_OFF_S[1])
 
 
