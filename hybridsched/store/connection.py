@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -32,6 +30,7 @@ from redis.sentinel import Sentinel
 
 from hybridsched.store.embedded import EmbeddedValkey
 from hybridsched.store.errors import StoreError, StoreRefused, StoreUnavailable, StoreUrlError
+from hybridsched.store.quick import quick
 
 __all__ = [
     "MAX_BLOCK_MS",
@@ -86,11 +85,12 @@ def async_client(url: str, *, name: str | None = None) -> redis.asyncio.Redis:
     if _scheme(url) == "sentinel":
         hosts, service, server, sentinel = _sentinel(url)
         watch: Any = AsyncSentinel(hosts, sentinel_kwargs=sentinel, **options, **server)  # type: ignore[no-untyped-call]
-        return cast("redis.asyncio.Redis", watch.master_for(service))
-    with _bad_url(url):
-        client = redis.asyncio.Redis.from_url(url, **options)
+        client: redis.asyncio.Redis = watch.master_for(service)
+    else:
+        with _bad_url(url):
+            client = redis.asyncio.Redis.from_url(url, **options)
     pool: Any = client.connection_pool
-    pool.connection_class = _packed(pool.connection_class)
+    pool.connection_class = quick(pool.connection_class)
     return client
 
 
@@ -118,27 +118,6 @@ def _options(name: str | None) -> dict[str, Any]:
         "client_name": name,
         "protocol": 2,
     }
-
-
-@cache
-def _packed(kind: type[Any]) -> type[Any]:
-    """The connection class `kind`, writing commands with hiredis in C as redis-py's synchronous one does.
-
-    redis-py's asyncio connections read with hiredis and write in Python: a quarter of a busy client's CPU.
-    """
-
-    def pack_command(self: Any, *args: Any) -> list[bytes]:
-        words = args[0].encode().split() if isinstance(args[0], str) else args[0].split()
-        try:
-            return [hiredis.pack_command((*words, *args[1:]))]
-        except TypeError:  # an argument that only redis-py's own encoder knows, or knows how to refuse
-            packed: list[bytes] = kind.pack_command(self, *args)
-            return packed
-
-    def pack_commands(self: Any, commands: Iterable[Iterable[Any]]) -> list[bytes]:
-        return [b"".join([part for command in commands for part in pack_command(self, *command)])]
-
-    return type(kind.__name__, (kind,), {"pack_command": pack_command, "pack_commands": pack_commands})
 
 
 def _scheme(url: str) -> str:

@@ -190,7 +190,9 @@ class EmbeddedValkey:
         try:
             while True:
                 try:
-                    probe.ping()
+                    answering = probe.info("server")["process_id"]
+                    if answering != self.pid:  # something else on our port, or what stood there before
+                        raise redis.ConnectionError(f"process {answering} answers at {self.url}")
                 except redis.RedisError as error:
                     if self.pid is None or time.monotonic() > deadline:
                         self.kill()

@@ -262,6 +262,9 @@ class OnlineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever the story was: one healthy worker can answer all that is left, each once."""
         self.run(self.queue.reclaim(MODEL, 0))
+        lost = [*self.stale, *(request for held in self.held.values() for request in held)]
+        late = self.run(self.queue.finish_many([(r, End(status=EndStatus.OK)) for r in lost]))
+        assert not any(late), "whoever lost its lease can end nothing"
         for replica in REPLICAS:
             self.run(self.queue.unregister(MODEL, replica, self.consumers[replica]))
         while got := self.run(self.queue.claim(MODEL, "last", "last:1", load=0, inflight=0, cap=8)):
