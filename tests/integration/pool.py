@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridsched.store.connection import EmbeddedValkey
-
+from hybridsched.store.embedded import EmbeddedValkey
 from tests.helpers import wait_until
 
 MODEL = "tiny"

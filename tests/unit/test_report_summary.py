@@ -151,8 +151,8 @@ def test_pauses_are_measured_to_the_last_offline_iteration_before_the_resume() -
     [pause] = harvest.pauses(run)
     assert pause.found_work
     assert pause.quiet_s == 0.75
-    assert pause.iteration_s == 1.0
-    assert pause.path_s == 0.0
+    assert pause.iteration_s == 0.5
+    assert pause.path_s == 0.25
     assert harvest.pauses(record(it(0, 1, off=1), events=(signal(2.0),)))[0].found_work is False
 
 

@@ -1,0 +1,122 @@
+"""kill -9 of each process in turn in the middle of a run: nothing lost or twice, nobody left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from hybridsched.client import AsyncClient, ClientError
+from tests.helpers import await_until, wait_until
+from tests.integration.pool import MODEL, POOL, Pool, running_pool
+
+LINES = 60
+LEASE_S = 1.0
+"""Lease of a gate in the preset `idle-window` (cycle.lease_ms)."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with running_pool(tmp_path_factory.mktemp("kill")) as started:
+        yield started
+
+
+def write_batch(path: Path, *, seed: int, lines: int = LINES) -> list[str]:
+    """A batch of token-id completions; returns its custom_ids in order."""
+    source = random.Random(seed)
+    ids = []
+    with path.open("w") as out:
+        for number in range(lines):
+            ids.append(f"{path.stem}-{number}")
+            body = {
+                "model": MODEL,
+                "prompt": [source.randrange(1000, 30000) for _ in range(source.randrange(50, 900))],
+                "max_tokens": source.randrange(40, 250),
+                "ignore_eos": True,
+            }
+            line = {"custom_id": ids[-1], "method": "POST", "url": "/v1/completions", "body": body}
+            out.write(json.dumps(line) + "\n")
+    return ids
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def online_load(url: str, *, seconds: float, every_s: float) -> Counter[str]:
+    """Send requests at an even pace; what became of each. A request that nobody answers fails the test."""
+    outcomes: Counter[str] = Counter()
+
+    async def one(client: AsyncClient, number: int) -> None:
+        body = {"prompt": [7 + number % 9] * 300, "max_tokens": 12, "ignore_eos": True}
+        try:
+            await client.complete(body, model=MODEL, path="/v1/completions", timeout_s=12.0)
+            outcomes["ok"] += 1
+        except ClientError as error:
+            outcomes[type(error).__name__] += 1
+
+    async with AsyncClient(url, pool=POOL) as client:
+        tasks = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            tasks.append(asyncio.create_task(one(client, len(tasks))))
+            await asyncio.sleep(every_s)
+        done, pending = await asyncio.wait(tasks, timeout=30)
+        assert not pending, f"{len(pending)} online requests were neither answered nor expired"
+        for task in done:
+            task.result()
+        assert sum(outcomes.values()) == len(tasks)
+    return outcomes
+
+
+def open_gates(url: str) -> list[str]:
+    """Lanes whose gate is open now, as any Redis client sees it."""
+    client = redis.Redis.from_url(url)
+    try:
+        keys = list(client.scan_iter(f"hs:{{{POOL}}}:gate:*"))
+        gates = [json.loads(raw) for raw in client.mget(keys) if raw] if keys else []
+    finally:
+        client.close()
+    return [gate["lane"] for gate in gates if gate["state"] == "open"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("victim", ["policy", "online-r0", "offline-r0", "engine-r0", "valkey"])
+async def test_kill_in_the_middle(pool: Pool, victim: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{victim}.jsonl"
+    ids = write_batch(path, seed=len(victim))
+    batch = pool.json("batch", "submit", str(path), "--json")
+    output, errors = Path(batch["output"]), Path(batch["errors"])
+    await await_until(lambda: open_gates(pool.url), timeout_s=30, what="an open gate\n" + pool.logs())
+
+    load = asyncio.create_task(online_load(pool.url, seconds=6.0, every_s=0.25))
+    await asyncio.sleep(1.5)
+    await asyncio.to_thread(pool.kill, victim)
+    if victim == "policy":
+        wait_until(lambda: not open_gates(pool.url), timeout_s=LEASE_S + 0.5, what="closed gates")
+        await asyncio.sleep(0.5)
+        assert not open_gates(pool.url), "nobody may open a gate while the policy worker is dead"
+    else:
+        await asyncio.sleep(1.0)
+    await asyncio.to_thread(pool.start, victim)
+    outcomes = await load
+    assert outcomes["ok"] >= 0.5 * sum(outcomes.values()), (outcomes, pool.logs())
+
+    waited = await asyncio.to_thread(
+        pool.cli, "batch", "wait", batch["id"], "--timeout", "120", timeout_s=150
+    )
+    assert waited.returncode == 0, (waited.stdout, waited.stderr, pool.logs())
+    rows = results(output)
+    assert [row["custom_id"] for row in rows] == ids, "each line once, in the order of the input"
+    assert results(errors) == []
+    for row, line in zip(rows, path.read_text().splitlines(), strict=True):
+        assert row["response"]["status_code"] == 200
+        assert row["response"]["body"]["usage"]["completion_tokens"] == json.loads(line)["body"]["max_tokens"]
