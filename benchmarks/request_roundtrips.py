@@ -68,14 +68,14 @@ async def _serve_ours(url: str) -> None:
 
     listener = asyncio.create_task(listen())
     while not listener.done():
+        wake.clear()
         claimed = await queue.claim(MODEL, "r0", consumer, load=0, inflight=0, cap=4096, limit=512, lane="r0")
         if claimed:
             await queue.finish_many([(request, end) for request in claimed])
-        else:
+        if len(claimed) < 512:  # all there was: what comes now wakes us
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.25):
                     await wake.wait()
-        wake.clear()
 
 
 def serve_streams(url: str) -> None:

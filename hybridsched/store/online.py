@@ -43,8 +43,12 @@ from hybridsched.store.online_values import (
     QueueLimits,
     Request,
 )
-from hybridsched.store.scripts import Call, Scripts
+from hybridsched.store.scripts import Call, WireScripts
 
+_SCRIPTS = (
+    *("accept", "cancel", "claim", "depth", "emit", "extend", "finish", "reclaim", "register", "release"),
+    *("stale", "unregister"),
+)
 _FORGET_CONSUMER_MS = 600_000
 _OUTCOMES = {outcome.value.encode(): outcome for outcome in Acceptance}
 
@@ -69,7 +73,7 @@ class OnlineQueue:
         self.client = client
         self.keys = Keys(pool)
         self.limits = limits or QueueLimits()
-        self._scripts = Scripts(client)
+        self._scripts = WireScripts(client, _SCRIPTS)
         self._accepts: Coalescer[Request, Accepted] = Coalescer(self.accept_many)
         self._answers = Answers(self._scripts, self.keys, self.limits)
 
@@ -138,7 +142,7 @@ class OnlineQueue:
         key = self.keys.request(check_name("request id", request_id))
         limits = self.limits
         while True:
-            stream, reply = await self.client.hmget(key, ["stream", "reply"])
+            stream, reply = await self._scripts.wire.call("HMGET", key, "stream", "reply")
             if stream is None or reply is None:
                 return "unknown"
             word = await self._scripts.call(

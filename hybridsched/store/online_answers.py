@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hybridsched.store.coalesce import Coalescer
 from hybridsched.store.keys import Keys
 from hybridsched.store.online_values import END_ENCODER, Claimed, End, QueueLimits
-from hybridsched.store.scripts import Call, Scripts, raise_first
+from hybridsched.store.scripts import Call, WireScripts, raise_first
 
 AT_ONCE = 64
 """Requests in one call of a script: enough to make its cost per request small, little enough (about a
@@ -19,7 +19,7 @@ millisecond) not to hold up other callers."""
 class Answers:
     """Sends what workers have for clients; futures say whether the worker still held the request."""
 
-    def __init__(self, scripts: Scripts, keys: Keys, limits: QueueLimits) -> None:
+    def __init__(self, scripts: WireScripts, keys: Keys, limits: QueueLimits) -> None:
         self._scripts = scripts
         self._prefix = keys.prefix
         self._limits = limits
@@ -78,7 +78,7 @@ class Answers:
         return Call("emit", keys, args)
 
 
-async def call_all(scripts: Scripts, calls: Sequence[Call]) -> list[Any]:
+async def call_all(scripts: WireScripts, calls: Sequence[Call]) -> list[Any]:
     """Run the calls in one round trip.
 
     Raises:

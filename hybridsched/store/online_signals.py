@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,11 @@ import msgspec
 import redis.asyncio
 import stamina
 
-from hybridsched.store.connection import MAX_BLOCK_MS
+from hybridsched.store.connection import SOCKET_TIMEOUT_S
+from hybridsched.store.wire import Wire
+
+_PING_AFTER_S = SOCKET_TIMEOUT_S / 2
+"""Silence after which the connection is tried; as much again without an answer, and it is made anew."""
 
 
 class Wake(msgspec.Struct, frozen=True):
@@ -27,21 +32,47 @@ async def signals(client: redis.asyncio.Redis, channel: str) -> AsyncIterator[Wa
 
     Messages sent while there is no connection are lost, so a worker also claims on a timer.
     """
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+    wire = Wire(client, listener=heard.put_nowait)
+    try:
+        while True:
+            async for attempt in stamina.retry_context(
+                on=(redis.RedisError, OSError),
+                attempts=None,
+                timeout=None,
+                wait_initial=0.05,
+                wait_max=1.0,
+                wait_jitter=0.1,
+            ):
+                with attempt:
+                    await wire.connect()
+                    wire.send(("SUBSCRIBE", channel))
+            async for signal in _until_lost(wire, heard):
+                yield signal
+    finally:
+        await wire.aclose()
+
+
+async def _until_lost(wire: Wire, heard: asyncio.Queue[Any]) -> AsyncIterator[Wake | Cancel]:
+    asked = False
     while True:
-        async for attempt in stamina.retry_context(
-            on=(redis.RedisError, OSError), attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0
-        ):
-            with attempt:
-                pubsub: Any = client.pubsub(ignore_subscribe_messages=True)
-                await pubsub.subscribe(channel)
-        async with pubsub:
+        try:
+            async with asyncio.timeout(_PING_AFTER_S):
+                message = await heard.get()
+        except TimeoutError:
+            if asked:
+                wire.abort(redis.TimeoutError("a subscription fell silent"))
+            else:
+                wire.send(("PING",))
+                asked = True
+            continue
+        asked = False
+        if message is None:
+            return
+        if isinstance(message, Exception):
+            raise message
+        if message[0] == b"subscribe":
             yield Wake()
-            try:
-                while True:
-                    message = await pubsub.get_message(timeout=MAX_BLOCK_MS / 1000)
-                    if message is None:
-                        continue
-                    word, _, request_id = message["data"].decode().partition(" ")
-                    yield Cancel(request_id) if word == "cancel" else Wake()
-            except (redis.RedisError, OSError):
-                continue
+        elif message[0] == b"message":
+            word, _, request_id = message[2].decode().partition(" ")
+            yield Cancel(request_id) if word == "cancel" else Wake()

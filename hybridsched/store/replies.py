@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import redis.asyncio
 
 from hybridsched.store.connection import MAX_BLOCK_MS
 from hybridsched.store.online_values import END_DECODER, End
+from hybridsched.store.wire import Wire
 
 _READ_AT_ONCE = 1000
 _TRIM_AFTER = 5000
@@ -50,12 +50,11 @@ def parse(flat: list[bytes]) -> Group | Ended | None:
 class ReplyReader:
     """Reads one reply stream from its beginning, each entry once, and trims what was read.
 
-    Needs a client (connection pool) of its own: it changes how that client parses XREAD.
+    Keeps a connection of the client's pool for its blocking reads.
     """
 
     def __init__(self, client: redis.asyncio.Redis, key: str) -> None:
-        self._client: Any = client
-        self._client.response_callbacks.pop("XREAD", None)  # raw entries: half the cost of redis-py's dicts
+        self._wire = Wire(client)
         self._key = key
         self._last: bytes = b"0-0"
         self._read_since_trim = 0
@@ -67,9 +66,9 @@ class ReplyReader:
             redis.exceptions.RedisError: the server cannot be reached.
         """
         if self._read_since_trim >= _TRIM_AFTER:
-            await self._client.execute_command("XTRIM", self._key, "MINID", "~", self._last)
+            await self._wire.call("XTRIM", self._key, "MINID", "~", self._last)
             self._read_since_trim = 0
-        answer = await self._client.execute_command(
+        answer = await self._wire.call(
             *("XREAD", "COUNT", _READ_AT_ONCE, "BLOCK", block_ms, "STREAMS", self._key, self._last)
         )
         if not answer:

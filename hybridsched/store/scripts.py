@@ -12,6 +12,7 @@ is replaced by `lua/lib/NAME.lua`, so that scripts can share functions without b
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -23,9 +24,10 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError, ResponseError
 
-_INCLUDE = re.compile(r"^--@include ([a-z_]+)$", re.MULTILINE)
+from hybridsched.store.wire import Arg as Arg
+from hybridsched.store.wire import Wire
 
-Arg = str | bytes | int | float
+_INCLUDE = re.compile(r"^--@include ([a-z_]+)$", re.MULTILINE)
 
 
 class Call(NamedTuple):
@@ -101,6 +103,48 @@ class Scripts:
         for name, keys, args in calls:
             pipe.execute_command("EVALSHA", digest(name), len(keys), *keys, *args)
         return list(await pipe.execute(raise_on_error=False))
+
+
+class WireScripts:
+    """Scripts on a `Wire`, for the hot path; see `Scripts`. `names` are taught at each connection."""
+
+    def __init__(self, client: redis.asyncio.Redis, names: Sequence[str]) -> None:
+        self.wire = Wire(client, greeting=[("SCRIPT", "LOAD", load(name)) for name in names])
+
+    async def call(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Any:
+        """Run one script.
+
+        Raises:
+            redis.exceptions.RedisError: the server cannot be reached or the script failed.
+        """
+        command = ("EVALSHA", digest(name), len(keys), *keys, *args)
+        try:
+            return await self.wire.call(*command)
+        except NoScriptError:
+            await self.wire.call("SCRIPT", "LOAD", load(name))
+            return await self.wire.call(*command)
+
+    async def call_many(self, calls: Sequence[Call]) -> list[Any]:
+        """Run scripts in order in one pipeline; see `Scripts.call_many`."""
+        results = await self._run(calls)
+        unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
+        if unknown:
+            for name in {calls[i].name for i in unknown}:
+                await self.wire.call("SCRIPT", "LOAD", load(name))
+            for i, result in zip(unknown, await self._run([calls[i] for i in unknown]), strict=True):
+                results[i] = result
+        return results
+
+    async def _run(self, calls: Sequence[Call]) -> list[Any]:
+        await self.wire.connect()
+        futures = [
+            self.wire.post(("EVALSHA", digest(name), len(keys), *keys, *args)) for name, keys, args in calls
+        ]
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ResponseError):
+                raise result
+        return results
 
 
 class SyncScripts:

@@ -27,6 +27,9 @@ local other = least_loaded(KEYS[4], now, replica)
 local granted, live = {}, 0
 
 local function take(stream, count)
+  if redis.call('XLEN', stream) == 0 then
+    return {}
+  end
   local got = redis.pcall('XREADGROUP', 'GROUP', 'workers', consumer, 'COUNT', count, 'STREAMS', stream, '>')
   if got and got.err then
     make_group(stream)
@@ -43,6 +46,7 @@ local function may_take(stream)
   return oldest and tonumber(string.match(oldest[1], '^%d+')) + patience <= now
 end
 
+local drained = 0
 for class = 1, 3 do
   local stream = KEYS[class]
   while room > 0 and may_take(stream) do
@@ -67,6 +71,7 @@ for class = 1, 3 do
       end
     end
     if #entries == 0 then
+      drained = drained + 1
       break
     end
   end
@@ -94,7 +99,7 @@ if live > 0 and ARGV[12] == '1' then
   end
 end
 
-local left = unclaimed(KEYS[1]) + unclaimed(KEYS[2]) + unclaimed(KEYS[3])
+local left = drained == 3 and 0 or unclaimed(KEYS[1]) + unclaimed(KEYS[2]) + unclaimed(KEYS[3])
 if left > 0 then
   wake(KEYS[4], prefix, other)
 end
