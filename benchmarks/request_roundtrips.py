@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -183,18 +184,30 @@ async def open_loop(one: Callable[[], Awaitable[object]], seconds: float) -> lis
     """Latencies in ms at RATE requests a second, sorted."""
     latencies: list[float] = []
 
+    tasks = []
+    loop = asyncio.get_running_loop()
+    sent = loop.create_future()
+    first = time.perf_counter() + 0.05
+    number = int(RATE * seconds)
+
     async def timed(due: float) -> None:
         await one()
         latencies.append((time.perf_counter() - due) * 1000)
 
-    start = time.perf_counter() + 0.05
-    tasks = []
-    for i in range(int(RATE * seconds)):
-        due = start + i / RATE
-        wait = due - time.perf_counter()
-        if wait > 0:
-            await asyncio.sleep(wait)
+    def begin(due: float) -> None:
         tasks.append(asyncio.create_task(timed(due)))
+
+    def clock() -> None:
+        """In a thread, because asyncio's timers are only good to a millisecond."""
+        for due in (first + i / RATE for i in range(number)):
+            wait = due - time.perf_counter()
+            if wait > 0:
+                time.sleep(wait)
+            loop.call_soon_threadsafe(begin, due)
+        loop.call_soon_threadsafe(sent.set_result, None)
+
+    threading.Thread(target=clock, daemon=True).start()
+    await sent
     await asyncio.gather(*tasks)
     return sorted(latencies)
 

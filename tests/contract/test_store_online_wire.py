@@ -1,4 +1,4 @@
-"""The shared connection: order, losses, silence, cancelled callers; and signals that survive a lost connection."""
+"""The shared connection: order, losses, silence, cancelled callers; signals that survive a loss."""
 
 from __future__ import annotations
 
