@@ -1,6 +1,7 @@
 -- How much of a model waits unclaimed, and how much is claimed and not yet ended.
 --
 -- KEYS 1-3 streams of the model, most urgent first
+-- ARGV none
 -- Returns {now_ms, oldest wait in ms (-1: nothing waits), then for each class: waiting, claimed}.
 --@include clock
 --@include entries

@@ -1,3 +1,6 @@
+-- Functions for --@include; no script by itself. Reads neither KEYS nor ARGV: keys come from its caller.
+-- Returns: see each function.
+--
 -- The end of a request: off the stream, its result kept, its client told. Exactly one caller gets here,
 -- because the entry leaves the stream in the same step.
 local function answer(keys, entry, id, attempt, result, limits)

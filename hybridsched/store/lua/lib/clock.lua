@@ -1,3 +1,6 @@
+-- Functions for --@include; no script by itself. Reads neither KEYS nor ARGV: keys come from its caller.
+-- Returns a number.
+--
 -- The server's clock in milliseconds, with microseconds as the fraction.
 local function clock_ms()
   local t = redis.call('TIME')

@@ -1,3 +1,6 @@
+-- Functions for --@include; no script by itself. Reads neither KEYS nor ARGV: keys come from its caller.
+-- Returns: see each function.
+--
 -- Entries of an online stream: flat lists {name, value, name, value, ...}.
 local GROUP = 'workers'
 

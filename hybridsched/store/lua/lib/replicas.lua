@@ -1,3 +1,6 @@
+-- Functions for --@include; no script by itself. Reads neither KEYS nor ARGV: keys come from its caller.
+-- Returns: see each function.
+--
 -- The live replicas of a model: hash replica -> "expires_ms load inflight cap woken".
 -- woken 1: a wake was published and the replica has not claimed since, so no second one is needed.
 local function write_replica(key, name, expires, load, inflight, cap, woken)

@@ -1,3 +1,6 @@
+-- Functions for --@include; no script by itself. Reads neither KEYS nor ARGV: keys come from its caller.
+-- Returns nothing.
+--
 -- Put a claimed request back at the end of its queue: what was given up does not jump ahead of fresh work.
 local function requeue(keys, entry, flat, attempt)
   local call = {'XADD', keys.stream, '*'}
