@@ -75,6 +75,8 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     at_end: bool = False
     deadline_in_ms: float | None = None
     """From now; after it the rest is reported `batch_expired`."""
+    jobs_only: bool = False
+    """Run by Slurm jobs of its user, each with that user's rights, and never by the pool's own workers."""
 
 
 class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,8 @@ class BatchInfo(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: float | None
     started_ms: float | None
     finished_ms: float | None
+    jobs_only: bool = False
+    """Run by Slurm jobs of its user only."""
 
 
 class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,4 +233,5 @@ def info_of(fields: dict[bytes, bytes]) -> BatchInfo:
         deadline_ms=time("deadline_ms"),
         started_ms=time("started_ms"),
         finished_ms=time("finished_ms"),
+        jobs_only=text.get("jobs_only") == "1",
     )

@@ -75,7 +75,6 @@ class BatchStore:
             raise ValueError(f"batch id {new.id!r}: use 1 to 80 letters, digits, '-' and '_'")
         if new.deadline_in_ms is not None and new.deadline_in_ms <= 0:
             raise ValueError("the deadline is in the past; give one ahead or none")
-        self.keys.rq_queue(new.model)
         fields: dict[str, str | int] = {
             "id": new.id,
             "user": new.user,
@@ -102,6 +101,7 @@ class BatchStore:
             "fence": 0,
             "final_fence": 0,
             "final_lease_ms": 0,
+            "jobs_only": int(new.jobs_only),
         }
         flat = [part for pair in fields.items() for part in pair]
         deadline = "" if new.deadline_in_ms is None else int(new.deadline_in_ms)
@@ -132,10 +132,21 @@ class BatchStore:
         """Every batch that can be looked up, oldest first."""
         return self._read_all(self.keys.batches)
 
-    def active(self, model: str | None = None, *, any_model: bool = False) -> list[BatchInfo]:
-        """Batches that have not ended and that a worker of `model` may run, oldest first."""
+    def active(
+        self, model: str | None = None, *, any_model: bool = False, only: str | None = None
+    ) -> list[BatchInfo]:
+        """Batches that have not ended and that a worker of `model` may run, oldest first.
+
+        With `only` that batch, whatever its model; batches of Slurm jobs are found in no other way, except
+        that `any_model` means all.
+        """
+        if only is not None:
+            batch = self._find(only)
+            return [] if batch is None or batch.status.ended else [batch]
         found = self._read_all(self.keys.batches_active)
-        return [batch for batch in found if any_model or batch.model is None or batch.model == model]
+        if any_model:
+            return found
+        return [batch for batch in found if not batch.jobs_only and batch.model in (None, model)]
 
     def progress(self, batch_id: str) -> BatchProgress:
         """A batch with what its running chunks have reported so far.
@@ -177,9 +188,21 @@ class BatchStore:
         stop = FAILED_CODE if status is BatchStatus.FAILED else ""
         return self._change(batch_id, status, stop=stop, message=message)
 
+    def leave_to_jobs(self, batch_id: str) -> BatchInfo:
+        """From now on only Slurm jobs of the batch's user take it up; what a pool worker has in hand it ends.
+
+        Chunks that stand in the pool's queue find the way to the batch's own with the next `sweep`.
+
+        Raises:
+            BatchUnknownError: there is no such batch.
+        """
+        if not self._scripts.call("batch_to_jobs", [self.keys.batch(batch_id)], [1]):
+            raise BatchUnknownError(self._unknown(batch_id))
+        return self.get(batch_id)
+
     # feeding
 
-    def to_feed(self, model: str | None, ahead: int) -> list[BatchInfo]:
+    def to_feed(self, model: str | None, ahead: int, *, only: str | None = None) -> list[BatchInfo]:
         """Batches that may get another chunk while fewer than `ahead` are outstanding, the next one first.
 
         Fewest outstanding chunks first, then oldest: planning one chunk for the first and asking again shares
@@ -188,7 +211,7 @@ class BatchStore:
         open_ = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
         found = [
             batch
-            for batch in self.active(model)
+            for batch in self.active(model, only=only)
             if batch.status in open_ and not batch.stop and not batch.at_end and batch.outstanding < ahead
         ]
         return sorted(found, key=lambda batch: (batch.outstanding, batch.submitted_ms, batch.id))
@@ -219,15 +242,22 @@ class BatchStore:
         )
         if number < 0:
             return None
-        self._queue(batch.model).put(batch.id, number)
+        self._queue(batch).put(batch.id, number)
         return number
 
     # workers
 
-    def worker(self, model: str | None, run: Callable[[str, int], object], *, name: str) -> ChunkWorker:
-        """An RQ worker on the queue of `model` and on that of batches without a model."""
-        queues = dict.fromkeys((self.keys.rq_queue(model), self.keys.rq_queue(None)))
-        return ChunkWorker(self._client, list(queues), run, name=name)
+    def worker(
+        self, model: str | None, run: Callable[[str, int], object], *, name: str, only: str | None = None
+    ) -> ChunkWorker:
+        """An RQ worker on the queue of `model` and on that of batches without a model, or of one batch only."""
+        return ChunkWorker(self._client, self.queue_names(model, only=only), run, name=name)
+
+    def queue_names(self, model: str | None, *, only: str | None = None) -> list[str]:
+        """The RQ queues that such a worker serves."""
+        if only is not None:
+            return [self.keys.rq_queue_of_batch(only)]
+        return list(dict.fromkeys((self.keys.rq_queue(model), self.keys.rq_queue(None))))
 
     def claim_chunk(
         self, batch_id: str, chunk_no: int, *, owner: str, lease_ms: float
@@ -265,7 +295,7 @@ class BatchStore:
         if beat.ok and not beat.stop:
             batch = self._find(batch_id)
             if batch is not None:
-                self._queue(batch.model).put(batch_id, chunk_no, front=True)
+                self._queue(batch).put(batch_id, chunk_no, front=True)
         return beat.ok
 
     def sweep(
@@ -281,7 +311,7 @@ class BatchStore:
         requeued: list[tuple[str, int]] = []
         expired: list[str] = []
         for batch in self.active(model, any_model=True):
-            queue = self._queue(batch.model)
+            queue = self._queue(batch)
             keys = [self.keys.batch(batch.id), self.keys.batch_chunks(batch.id)]
             ended, freed, waiting = self._scripts.call("batch_sweep", keys, [int(lost_after_ms)])
             if ended:
@@ -308,11 +338,11 @@ class BatchStore:
         if old := [no for no, text in chunks if int(no) < next_chunk and _chunk.decode(text).state == "done"]:
             self._client.hdel(self.keys.batch_chunks(batch_id), *old)
 
-    def to_finalize(self, model: str | None) -> Sequence[BatchInfo]:
+    def to_finalize(self, model: str | None, *, only: str | None = None) -> Sequence[BatchInfo]:
         """Batches that may be ready to be ended (`claim_finalize` says for certain)."""
         return [
             batch
-            for batch in self.active(model)
+            for batch in self.active(model, only=only)
             if batch.stop
             or batch.status is BatchStatus.FINALIZING
             or (batch.at_end and not batch.outstanding)
@@ -335,8 +365,9 @@ class BatchStore:
 
     # inside
 
-    def _queue(self, model: str | None) -> ChunkQueue:
-        name = self.keys.rq_queue(model)
+    def _queue(self, batch: BatchInfo) -> ChunkQueue:
+        keys = self.keys
+        name = keys.rq_queue_of_batch(batch.id) if batch.jobs_only else keys.rq_queue(batch.model)
         if name not in self._queues:
             self._queues[name] = ChunkQueue(self._client, name)
         return self._queues[name]

@@ -125,6 +125,15 @@ class Keys:
         """Sorted set: lanes by the server time (ms) of their last record."""
         return f"{self.prefix}lane-index"
 
+    def lane_holder(self, lane: str) -> str:
+        """String: JSON of `store.lane_holders.Holder`, PX; the Slurm job that has the lane."""
+        return f"{self.prefix}lane-holder:{lane}"
+
+    @property
+    def lane_holder_fence(self) -> str:
+        """Integer without TTL: raised by every claim of a lane."""
+        return f"{self.prefix}lane-holder-fence"
+
     # policy, leader, operators, logs
 
     @property
@@ -205,3 +214,7 @@ class Keys:
     def rq_queue(self, model: str | None) -> str:
         """Name of the RQ queue (not a key: RQ keeps its own `rq:` keys)."""
         return f"hs-{self.pool}-{model or 'default'}"
+
+    def rq_queue_of_batch(self, batch_id: str) -> str:
+        """The same for a batch that only Slurm jobs of its user run. No pool's name holds a `~`."""
+        return f"hs-{self.pool}~{batch_id}"

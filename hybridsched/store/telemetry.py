@@ -54,6 +54,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     lane: str
     """Name of the shared lane on its engine; empty when it has none."""
     url: str = ""
+    node: str = ""
+    """The node it runs on, as Slurm names it; empty outside Slurm."""
     online_inflight: int | None = None
     online_idle_ms: float | None = None
     """How long the worker has held no request at the time of publication; 0 while it holds any."""

@@ -121,7 +121,9 @@ class OfflineWorker:
         engine_url: str,
         speed: float = 1.0,
         burst: bool = False,
+        only: str | None = None,
     ) -> None:
+        """`only`: run that batch alone, as the Slurm job of its user does."""
         self._url = redis_url
         self._pool = pool
         self._lane_name = lane
@@ -130,6 +132,8 @@ class OfflineWorker:
         self._engine_url = engine_url
         self._speed = speed
         self._burst = burst
+        self._only = only
+        self._closed_since_s: float | None = time.monotonic()
         self._name = f"{lane}@{socket.gethostname()}:{os.getpid()}"
         self._keys = Keys(pool)
         self._policy = PoolPolicy(name="default", kind=PolicyKind.IDLE_WINDOW).at_speed(speed)
@@ -138,6 +142,11 @@ class OfflineWorker:
         """What a change in the executor leads to, once the lane is there."""
         self._changed = asyncio.Event()
         self._published = LaneRecord(lane=lane)
+
+    @property
+    def closed_for_s(self) -> float:
+        """How long the lane has been closed; 0 while it is open."""
+        return 0.0 if self._closed_since_s is None else time.monotonic() - self._closed_since_s
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set (or, with `burst`, until no batch is left)."""
@@ -173,7 +182,7 @@ class OfflineWorker:
         self._link = LaneLink(
             asyncio.get_running_loop(), engine.executor, event=events.append, measured=self._chunk_done
         )
-        self._lane = Lane(self._lane_name, engine.executor, event=events.append, on_open=self._link.lane_is)
+        self._lane = Lane(self._lane_name, engine.executor, event=events.append, on_open=self._lane_is)
         self._hook = self._executor_changed
         store = BatchStore(threads_client, self._pool)
         folders = Folders()
@@ -185,10 +194,13 @@ class OfflineWorker:
             model=self._model,
             size=self._chunk_size,
             name=f"feeder-{self._lane_name}",
+            only=self._only,
         )
         self._feeder = feeder
         threads = [
-            ChunkThread(store, self._link, folders, model=self._model, name=f"{self._name}-{i}")
+            ChunkThread(
+                store, self._link, folders, model=self._model, name=f"{self._name}-{i}", only=self._only
+            )
             for i in range(PIPELINE)
         ]
         watch = GateStore(client, self._pool).watch(self._lane_name, on_change=self._lane.gate_changed)
@@ -241,6 +253,10 @@ class OfflineWorker:
                 )
 
     # -- the gate, the policy and the sizes
+
+    def _lane_is(self, is_open: bool) -> None:
+        self._closed_since_s = None if is_open else time.monotonic()
+        self._link.lane_is(is_open)
 
     def _executor_changed(self) -> None:
         self._lane.executor_changed()

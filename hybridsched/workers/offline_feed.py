@@ -67,14 +67,16 @@ class Feeder(threading.Thread):
         model: str,
         size: Callable[[float | None], ChunkSize],
         name: str,
+        only: str | None = None,
     ) -> None:
-        """`size(tokens per line)` says how large the next chunk may be."""
+        """`size(tokens per line)` says how large the next chunk may be; `only`: care for that batch alone."""
         super().__init__(name=name, daemon=True)
         self._store = store
         self._client = client
         self._link = link
         self._folders = folders
         self._model = model
+        self._only = only
         self._size = size
         self._avoid: dict[str, float] = {}
         self._chunk_lines = 1
@@ -114,7 +116,7 @@ class Feeder(threading.Thread):
             )
         if not self._link.disk_full:
             self._plan()
-        for batch in self._store.to_finalize(self._model):
+        for batch in self._store.to_finalize(self._model, only=self._only):
             if not self._avoided(batch):
                 self._finalize(batch)
         self._count()
@@ -127,7 +129,8 @@ class Feeder(threading.Thread):
         lanes = self._lanes()
         for _ in range(_PLANS_A_CYCLE):
             ahead = self._size(None).ahead * lanes
-            batch = next((b for b in self._store.to_feed(self._model, ahead) if not self._avoided(b)), None)
+            waiting = self._store.to_feed(self._model, ahead, only=self._only)
+            batch = next((b for b in waiting if not self._avoided(b)), None)
             if batch is None:
                 return
             try:
@@ -211,10 +214,11 @@ class Feeder(threading.Thread):
         )
 
     def _count(self) -> None:
-        batches = [batch for batch in self._store.active(self._model) if not self._avoided(batch)]
+        active = self._store.active(self._model, only=self._only)
+        batches = [batch for batch in active if not self._avoided(batch)]
         self._folders.keep_only({batch.id for batch in batches})
         self.batches_left = bool(batches)
-        queues = {self._store.keys.rq_queue(self._model), self._store.keys.rq_queue(None)}
+        queues = self._store.queue_names(self._model, only=self._only)
         prefix = Queue.redis_queue_namespace_prefix
         queued = sum(int(self._client.llen(f"{prefix}{name}")) for name in queues)
         unplanned = sum(

@@ -47,13 +47,23 @@ class ChunkThread(threading.Thread):
 
     _sequence = itertools.count()
 
-    def __init__(self, store: BatchStore, link: LaneLink, folders: Folders, *, model: str, name: str) -> None:
+    def __init__(
+        self,
+        store: BatchStore,
+        link: LaneLink,
+        folders: Folders,
+        *,
+        model: str,
+        name: str,
+        only: str | None = None,
+    ) -> None:
+        """`only`: take chunks of that batch alone."""
         super().__init__(name=name, daemon=True)
         self._store = store
         self._link = link
         self._folders = folders
         self._wake = threading.Event()
-        self._rq = store.worker(model, self._run_chunk, name=name)
+        self._rq = store.worker(model, self._run_chunk, name=name, only=only)
         self._back_off_s = _BACK_OFF_S[0]
 
     def wake(self) -> None:

@@ -1,0 +1,164 @@
+"""Who has a lane in Slurm mode: one job at a time, as a lease with a fence.
+
+The lanes of a node are those of the replicas that say in their telemetry that they run there. A job that Slurm
+has started on the node takes one that is free. While a lane has a holder only the holder publishes the lane's
+telemetry; a lane whose telemetry names a worker is not free, whether that worker is a job or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hybridsched.store.keys import Keys
+from hybridsched.store.scripts import Scripts
+from hybridsched.store.telemetry import Telemetry, TelemetryStore
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+LEASE_MS = 10_000
+"""Life of a holder without renewal: longer than any gate's lease, so that the gate of a holder that was cut off
+has closed before another job can have its lane."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One lane and where it is."""
+
+    lane: str
+    replica: str
+    model: str
+    url: str
+    """Of the replica's engine, as seen from its node."""
+    node: str = ""
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """The job that has a lane."""
+
+    lane: str
+    owner: str
+    """Name of the process, unique to it."""
+    job: str
+    """Slurm's id of the job; empty outside Slurm."""
+    node: str
+    fence: int
+    """Higher than that of every earlier holder of any lane."""
+    since_ms: float
+    """Server time of the claim."""
+
+
+class HeldLane(msgspec.Struct, frozen=True, kw_only=True):
+    """A lane that the caller has."""
+
+    place: Place
+    token: bytes
+    """What stands in the lane's key."""
+
+    @property
+    def fence(self) -> int:
+        return _HOLDER.decode(self.token).fence
+
+
+_HOLDER = msgspec.json.Decoder(Holder)
+
+
+class LaneHolders:
+    """The holders of one pool's lanes. Methods raise what the Redis client raises."""
+
+    def __init__(self, client: Redis, pool: str) -> None:
+        self._client: Any = client
+        self._keys = Keys(pool)
+        self._scripts = Scripts(client)
+        self._telemetry = TelemetryStore(client, pool)
+
+    async def places(
+        self, *, node: str | None = None, lane: str | None = None, model: str | None = None
+    ) -> list[Place]:
+        """Lanes of live replicas, free or not: of a node, of that name, of a model, as far as given."""
+        return find_places(await self._telemetry.read_all(), node=node, lane=lane, model=model)
+
+    async def claim(
+        self,
+        places: Sequence[Place],
+        *,
+        owner: str,
+        job: str = "",
+        node: str = "",
+        open_only: bool,
+        lease_ms: int = LEASE_MS,
+    ) -> HeldLane | None:
+        """Take the first of `places` that is free, with `open_only` the first whose gate is open as well.
+
+        None: there is no such lane now.
+        """
+        if not places:
+            return None
+        keys = [self._keys.lane_holder_fence]
+        for place in places:
+            keys += [self._keys.lane_holder(place.lane), self._keys.gate(place.lane)]
+        names = [place.lane for place in places]
+        args = [owner, job, node, lease_ms, int(open_only), *names]
+        index, token = await self._scripts.call("lane_claim", keys, args)
+        return None if index < 0 else HeldLane(place=places[index], token=token)
+
+    async def renew(self, held: HeldLane, *, lease_ms: int = LEASE_MS) -> bool:
+        """Keep a lane for `lease_ms` from now. False: it is lost; another may have it."""
+        return bool(await self._hold(held, lease_ms))
+
+    async def release(self, held: HeldLane) -> bool:
+        """Give a lane back. False: it was lost before."""
+        return bool(await self._hold(held, 0))
+
+    async def read_many(self, lanes: Sequence[str]) -> dict[str, Holder | None]:
+        """Who has each lane; None: nobody."""
+        if not lanes:
+            return {}
+        found = await self._client.mget([self._keys.lane_holder(lane) for lane in lanes])
+        return {lane: decode_holder(raw) for lane, raw in zip(lanes, found, strict=True)}
+
+    async def _hold(self, held: HeldLane, lease_ms: int) -> Any:
+        key = self._keys.lane_holder(held.place.lane)
+        return await self._scripts.call("lane_hold", [key], [held.token, lease_ms])
+
+
+def decode_holder(raw: bytes | None) -> Holder | None:
+    """What stands in a lane's key; None when nobody has the lane, or it is none of ours."""
+    if raw is None:
+        return None
+    try:
+        return _HOLDER.decode(raw)
+    except msgspec.MsgspecError:
+        return None
+
+
+def find_places(
+    telemetry: Telemetry, *, node: str | None = None, lane: str | None = None, model: str | None = None
+) -> list[Place]:
+    """Lanes of live replicas where no worker stands, in the order of their names."""
+    wanted: list[Callable[[Place], bool]] = []
+    if node is not None:
+        wanted.append(lambda place: place.node == node)
+    if lane is not None:
+        wanted.append(lambda place: place.lane == lane)
+    if model is not None:
+        wanted.append(lambda place: place.model == model)
+    found = []
+    for record in telemetry.replicas.values():
+        if record is None or not record.lane:
+            continue
+        there = telemetry.lanes.get(record.lane)
+        if there is not None and there.worker:
+            continue
+        place = Place(
+            lane=record.lane,
+            replica=record.replica,
+            model=record.model,
+            url=record.url,
+            node=record.node,
+        )
+        if all(test(place) for test in wanted):
+            found.append(place)
+    return sorted(found, key=lambda place: place.lane)
