@@ -103,6 +103,61 @@ class SloPolicy(Value, frozen=True, kw_only=True):
     tpot_ms: float = 50.0
 
 
+class ReplicasPolicy(Value, frozen=True, kw_only=True):
+    """Online replicas of one kind that the policy worker keeps running as Slurm jobs."""
+
+    model: str
+    name: str = ""
+    """Tells several kinds of one model apart; empty: the model's name."""
+    count: int = 1
+    """Replicas that serve at once."""
+    surge: int = 1
+    """Replicas beyond `count` for a while: successors that warm up before others reach their time limit."""
+    gres: str = "gpu:1"
+    """Asked for on the job's node, as `--gres` takes it."""
+    time_limit_s: int = 86_400
+    """Time limit of each job; Slurm counts in whole minutes, so it is rounded up to one."""
+    script: str = "workers/online.sbatch"
+    """Batch script that starts the engine and the online worker."""
+    arguments: tuple[str, ...] = ()
+    """Given to the script."""
+    warm_ms: float = 120_000.0
+    """From a job's submission until its replica serves, when a GPU is free: successors start this early."""
+
+    @property
+    def group(self) -> str:
+        return self.name or self.model
+
+
+class SlurmPolicy(Value, frozen=True, kw_only=True):
+    """How the pool stands on Slurm. Durations are those of the wall clock, at any speed of the engines."""
+
+    enabled: bool = False
+    partition_online: str = "online"
+    partition_offline: str = "offline"
+    fill_gres: str = "hsfill"
+    """The GRES without device files whose live count on a node is the number of its open lanes."""
+    requeue_after_ms: float = 120_000.0
+    """The last rung: a job whose lanes have been closed without a break for this long is requeued."""
+    fill_hysteresis_ms: float = 2000.0
+    """A node's count is lowered only after its lanes have been closed for this long: bursts are shorter."""
+    reassert_ms: float = 5000.0
+    """The counts are compared with Slurm's at least this often: `scontrol reconfigure` resets them."""
+    observe_ms: float = 2000.0
+    """Between two looks at Slurm's jobs and nodes."""
+    max_age_ms: float = 30_000.0
+    """Jobs that wait count as a lane's work for this long after Slurm was last seen."""
+    notice_s: int = 60
+    """Notice that a replica's job gets before its time limit (`--signal=B:USR2@`)."""
+    stop_ms: float = 60_000.0
+    """What a replica that is told to stop may take to finish its requests; then its job is cancelled."""
+    silent_ms: float = 60_000.0
+    """A running replica that has not served for this long is replaced."""
+    max_drained_nodes: int = 1
+    """Nodes that may stand drained by us for a lost GPU at once: a faulty probe must not take the cluster."""
+    replicas: tuple[ReplicasPolicy, ...] = ()
+
+
 class PoolPolicy(Value, frozen=True, kw_only=True):
     """A whole policy. Durations are milliseconds of the pool's clock."""
 
@@ -117,6 +172,7 @@ class PoolPolicy(Value, frozen=True, kw_only=True):
     online: OnlinePolicy = OnlinePolicy()
     slo: SloPolicy = SloPolicy()
     engine: EnginePolicy = EnginePolicy()
+    slurm: SlurmPolicy = SlurmPolicy()
     floor_gpus: int = 0
     autonomy: Autonomy = Autonomy.AUTO
 
@@ -124,7 +180,7 @@ class PoolPolicy(Value, frozen=True, kw_only=True):
         """The same policy for engines whose clock runs `speed` times faster than the wall clock.
 
         Spans that are compared with the load shrink with it. Leases, cycle and metric ages belong to the
-        control plane, which is not faster, and stay.
+        control plane, and Slurm's to Slurm; neither is faster, and they stay.
         """
         return msgspec.structs.replace(
             self,

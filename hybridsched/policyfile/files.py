@@ -15,7 +15,8 @@ import msgspec
 from pydantic import ValidationError
 
 from hybridsched.core.policy import PolicyKind, PoolPolicy
-from hybridsched.policyfile.schema import PolicyTable, Problem, Table, contradictions, keys, to_policy
+from hybridsched.policyfile.contradictions import contradictions
+from hybridsched.policyfile.schema import PolicyTable, Problem, Table, keys, replica_keys, to_policy
 
 PRESETS = ("idle-window", "unprotected", "online-only")
 """Names of the policies that come with the package."""
@@ -88,7 +89,7 @@ def parse_policy(text: str, *, source: str = "text") -> LoadedPolicy:
         policy = to_policy(table)
         problems += [p for p, used in contradictions(policy) if not bad.intersection(used)]
     if table is None or problems:
-        placed = [Problem(p.key, p.message, lines.get(p.key)) for p in problems]
+        placed = [Problem(p.key, p.message, _line_of(p.key, lines)) for p in problems]
         raise PolicyError(source, tuple(sorted(placed, key=lambda p: p.line or 0)))
     origins = {key: f"{source}:{lines[key]}" if key in lines else "default" for key in keys()}
     return LoadedPolicy(policy=policy, source=source, origins=origins)
@@ -127,16 +128,28 @@ def _remove(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:
 
 def _problem(detail: dict[str, Any]) -> Problem:
     loc = tuple(part for part in detail["loc"] if isinstance(part, str))
-    key, kind, given = ".".join(loc), detail["type"], detail["input"]
+    key, kind, given = _path(detail["loc"]), detail["type"], detail["input"]
+    meanings = keys() | replica_keys()
     if kind == "extra_forbidden":
         return Problem(key, _unknown_key(loc))
     if kind == "missing":
-        return Problem(key, f"is missing; give the {keys()[key]}")
+        return Problem(key, f"is missing; give the {meanings['.'.join(loc)]}")
     if kind in ("model_type", "model_attributes_type"):
         return Problem(key, f"was given {given!r}; it must be a table, written [{key}]")
     limits = str(detail["msg"]).removeprefix("Input ").removeprefix("String ").replace("valid tuple", "list")
-    meaning = keys().get(key, "")
+    meaning = meanings.get(".".join(loc), "")
     return Problem(key, f"was given {given!r}; it {limits}" + (f" ({meaning})" if meaning else ""))
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """The dotted key, with the number of a table in a list of tables: slurm.replicas[0].count."""
+    path = ""
+    for i, part in enumerate(loc):
+        if isinstance(part, str):
+            path += f".{part}" if path else part
+        elif i + 1 < len(loc):
+            path += f"[{part}]"
+    return path
 
 
 def _unknown_key(loc: tuple[str, ...]) -> str:
@@ -144,9 +157,8 @@ def _unknown_key(loc: tuple[str, ...]) -> str:
         return "is not for the file: the pool gives a policy its version when it is published"
     prefix = ".".join(loc[:-1])
     depth = len(loc)
-    known = sorted(
-        {".".join(key.split(".")[:depth]).rpartition(".")[2] for key in keys() if _inside(key, prefix)}
-    )
+    every = [key for key in keys() | replica_keys() if _inside(key, prefix)]
+    known = sorted({".".join(key.split(".")[:depth]).rpartition(".")[2] for key in every})
     near = difflib.get_close_matches(loc[-1], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"is not a key of a policy{hint} (allowed here: {', '.join(known)})"
@@ -156,7 +168,7 @@ def _inside(key: str, prefix: str) -> bool:
     return not prefix or key.startswith(prefix + ".")
 
 
-_HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\- ]+?)\s*\]\s*(?:#.*)?$")
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([A-Za-z0-9_.\- ]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_.\-]+)\s*=")
 
 
@@ -164,13 +176,23 @@ def _key_lines(text: str) -> dict[str, int]:
     """Line of each plain key. Quoted keys and inline tables are not found; their problems carry no line."""
     lines: dict[str, int] = {}
     table = ""
+    seen: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
-            table = header.group(1)
+            table = header.group(2)
             lines.setdefault(table, number)
+            if header.group(1) == "[[":
+                index = seen[table] = seen.get(table, -1) + 1
+                table = f"{table}[{index}]"
+                lines[table] = number
         elif key := _KEY.match(line):
             lines.setdefault(f"{table}.{key.group(1)}" if table else key.group(1), number)
     return lines
+
+
+def _line_of(key: str, lines: Mapping[str, int]) -> int | None:
+    """The key's line; that of its table where a key of a [[table]] is missing."""
+    return lines.get(key) or (lines.get(key.rpartition(".")[0]) if "[" in key else None)
 
 
 def dump_toml(policy: PoolPolicy) -> str:
@@ -183,9 +205,24 @@ def dump_toml(policy: PoolPolicy) -> str:
             out += [f"# {field.description}", _line(name, values[name])]
             continue
         out += ["", f"# {field.description}", f"[{name}]"]
+        tables: list[str] = []
         for key, sub in table.model_fields.items():
-            out += [f"# {sub.description}", _line(key, values[name][key])]
+            value = values[name][key]
+            if value and isinstance(value[0] if isinstance(value, list | tuple) else None, dict):
+                tables += [line for entry in value for line in _entry(f"{name}.{key}", entry)]
+            else:
+                out += [f"# {sub.description}", _line(key, value)]
+        out += tables
     return "\n".join(out) + "\n"
+
+
+def _entry(table: str, values: Mapping[str, Any]) -> list[str]:
+    """One table of a list of tables."""
+    meanings = replica_keys()
+    lines = ["", f"[[{table}]]"]
+    for key, value in values.items():
+        lines += [f"# {meanings[f'{table}.{key}']}", _line(key, value)]
+    return lines
 
 
 def _line(key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a policy file may hold: every key with its unit, limits and default, and what cannot go together."""
+"""What a policy file may hold: every key with its unit, limits and default."""
 
 from __future__ import annotations
 
@@ -112,6 +112,77 @@ class EngineTable(Table):
     )
 
 
+_SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}$")]
+
+
+class ReplicasTable(Table):
+    model: str = Field(
+        pattern=r"^[!-z|~]{1,120}$", description="model that they serve, as requests name it (no blanks)"
+    )
+    name: str = Field(
+        default="",
+        pattern=r"^[!-z|~]{0,120}$",
+        description="tells several kinds of one model apart; empty: the model's name",
+    )
+    count: int = Field(default=1, ge=0, le=10_000, description="replicas that serve at once")
+    surge: int = Field(default=1, ge=1, le=1000, description="replicas beyond count while successors warm up")
+    gres: str = Field(
+        default="gpu:1",
+        pattern=r"^[A-Za-z][A-Za-z0-9_]*(:[A-Za-z0-9_.+-]+){0,2}$",
+        description="GRES of each job, as --gres takes it: gpu:TYPE:COUNT",
+    )
+    time_limit_s: int = Field(
+        default=86_400, ge=60, le=31_536_000, description="s: time limit of each job, rounded up to minutes"
+    )
+    script: str = Field(
+        default="workers/online.sbatch", min_length=1, description="batch script that starts one replica"
+    )
+    arguments: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(), description="arguments of the script"
+    )
+    warm_ms: _Ms = Field(
+        default=120_000.0, description="ms: from submission until a replica serves, when a GPU is free"
+    )
+
+
+class SlurmTable(Table):
+    enabled: bool = Field(default=False, description="whether the policy worker steers Slurm")
+    partition_online: _SlurmName = Field(default="online", description="partition of online replicas")
+    partition_offline: _SlurmName = Field(default="offline", description="partition of offline jobs")
+    fill_gres: _SlurmName = Field(
+        default="hsfill", description="GRES without device files: its live count is a node's open lanes"
+    )
+    requeue_after_ms: _Ms = Field(
+        default=120_000.0, description="ms: an offline job whose lane stays closed this long is requeued"
+    )
+    fill_hysteresis_ms: _MsOrZero = Field(
+        default=2000.0, description="ms: a count is lowered only after its lane was closed this long"
+    )
+    reassert_ms: _Ms = Field(
+        default=5000.0, description="ms: the counts are compared with Slurm's at least this often"
+    )
+    observe_ms: _Ms = Field(default=2000.0, description="ms: between two looks at Slurm's jobs and nodes")
+    max_age_ms: _Ms = Field(
+        default=30_000.0,
+        description="ms: waiting jobs count as a lane's work this long after Slurm was last seen",
+    )
+    notice_s: int = Field(
+        default=60, ge=0, le=3600, description="s: notice that a replica's job gets before its time limit"
+    )
+    stop_ms: _Ms = Field(
+        default=60_000.0, description="ms: a replica told to stop has this long, then its job is cancelled"
+    )
+    silent_ms: _Ms = Field(
+        default=60_000.0, description="ms: a running replica that does not serve this long is replaced"
+    )
+    max_drained_nodes: int = Field(
+        default=1, ge=0, description="nodes that stand drained for a lost GPU at once, at most"
+    )
+    replicas: Annotated[tuple[ReplicasTable, ...], Field(strict=False)] = Field(
+        default=(), description="online replicas kept running as Slurm jobs, a table [[slurm.replicas]] each"
+    )
+
+
 class PolicyTable(Table):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
@@ -137,6 +208,7 @@ class PolicyTable(Table):
     online: OnlineTable = Field(default=OnlineTable(), description="limits of online requests")
     slo: SloTable = Field(default=SloTable(), description="objectives that reports measure against")
     engine: EngineTable = Field(default=EngineTable(), description="what engines do not say of themselves")
+    slurm: SlurmTable = Field(default=SlurmTable(), description="how the pool stands on Slurm")
 
 
 @dataclass(frozen=True)
@@ -165,59 +237,12 @@ def keys() -> dict[str, str]:
     return out
 
 
+def replica_keys() -> dict[str, str]:
+    """The keys of one table [[slurm.replicas]], each dotted as in `keys`, with its meaning and unit."""
+    fields = ReplicasTable.model_fields.items()
+    return {f"slurm.replicas.{key}": field.description or "" for key, field in fields}
+
+
 def to_policy(table: PolicyTable) -> PoolPolicy:
     """The checked table as the value that decisions use."""
     return msgspec.convert(table.model_dump(mode="json"), PoolPolicy)
-
-
-def contradictions(policy: PoolPolicy) -> list[tuple[Problem, set[str]]]:
-    """Values that are each allowed and cannot go together; with the keys that each finding compares."""
-    found: list[tuple[Problem, set[str]]] = []
-
-    def say(key: str, message: str, *others: str) -> None:
-        found.append((Problem(key, message), {key, *others}))
-
-    cycle, pause, offline, engine = policy.cycle, policy.pause, policy.offline, policy.engine
-    if cycle.lease_ms < 2 * cycle.interval_ms:
-        say(
-            "cycle.lease_ms",
-            f"was given {cycle.lease_ms:g}; it must be at least twice cycle.interval_ms "
-            f"({cycle.interval_ms:g}), or one late cycle lets every gate die",
-            "cycle.interval_ms",
-        )
-    ladder = [rung.value for rung in pause.ladder]
-    if ladder not in (["boundary"], ["boundary", "iteration"]):
-        say(
-            "pause.ladder",
-            f'was given {ladder}; it must be ["boundary"] or ["boundary", "iteration"]: a ladder begins with '
-            "boundary, rungs stand in this order and each once",
-        )
-    elif pause.grace_ms > 0 and Rung.ITERATION not in pause.ladder:
-        say(
-            "pause.grace_ms",
-            f"was given {pause.grace_ms:g}, but pause.ladder has no rung to use after it; add iteration to "
-            "the ladder, or set 0",
-            "pause.ladder",
-        )
-    if offline.chunk_min_lines > offline.chunk_max_lines:
-        say(
-            "offline.chunk_min_lines",
-            f"was given {offline.chunk_min_lines}; it must not exceed offline.chunk_max_lines "
-            f"({offline.chunk_max_lines})",
-            "offline.chunk_max_lines",
-        )
-    if offline.slots_for_online >= engine.max_num_seqs:
-        say(
-            "offline.slots_for_online",
-            f"was given {offline.slots_for_online}; it must be below engine.max_num_seqs "
-            f"({engine.max_num_seqs}), or no slot is left for offline",
-            "engine.max_num_seqs",
-        )
-    if policy.online.max_inflight > engine.max_num_seqs:
-        say(
-            "online.max_inflight",
-            f"was given {policy.online.max_inflight}; it must not exceed engine.max_num_seqs "
-            f"({engine.max_num_seqs}): the rest would wait inside the engine",
-            "engine.max_num_seqs",
-        )
-    return found

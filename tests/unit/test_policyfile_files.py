@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hybridsched.core.policy import Autonomy, PolicyKind, PoolPolicy, Rung
+from hybridsched.core.policy import Autonomy, PolicyKind, PoolPolicy, ReplicasPolicy, Rung
 from hybridsched.core.reasons import Reason
 from hybridsched.policyfile import (
     PRESETS,
@@ -20,6 +20,7 @@ from hybridsched.policyfile import (
     parse_policy,
     preset_path,
 )
+from hybridsched.policyfile.schema import replica_keys
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DOCS = Path(__file__).parent.parent.parent / "docs" / "policy.md"
@@ -68,11 +69,25 @@ def test_a_policy_with_every_value_changed_survives_the_round_trip() -> None:
     lease_ms = 400
     [engine]
     kv_tokens = 5000
+    [slurm]
+    enabled = true
+    [[slurm.replicas]]
+    model = "org/m"
+    arguments = ["--model", "a \\"b\\""]
+    [[slurm.replicas]]
+    model = "org/m"
+    name = "big"
+    gres = "gpu:h100:2"
+    count = 3
     """
     policy = parse_policy(text).policy
     assert (policy.autonomy, policy.pause.ladder) == (Autonomy.SUGGEST, (Rung.BOUNDARY,))
     assert (policy.idle.window_ms, policy.idle.max_gpu_activity) == (1.0, 0.5)
     assert isinstance(policy.cycle.interval_ms, float)
+    assert [(r.group, r.count, r.arguments) for r in policy.slurm.replicas] == [
+        ("org/m", 1, ("--model", 'a "b"')),
+        ("big", 3, ()),
+    ]
     assert parse_policy(dump_toml(policy)).policy == policy
 
 
@@ -112,6 +127,38 @@ max_inflight = "64"
         ("offline.kv_share", 13),
         ("offline.max_inflight", 14),
         ("engin", 15),
+    ]
+
+
+def test_mistakes_in_a_list_of_tables_name_the_table_and_its_line() -> None:
+    text = (
+        HEAD
+        + """[slurm]
+notice_s = 30
+[[slurm.replicas]]
+model = "a"
+cuont = 2
+[[slurm.replicas]]
+count = -1
+[[slurm.replicas]]
+model = "a"
+[[slurm.replicas]]
+model = "b"
+time_limit_s = 300
+"""
+    )
+    found = mistakes(text)
+    assert [(key, line) for key, line, _ in found] == [
+        ("slurm.replicas[0].cuont", 7),
+        ("slurm.replicas[1].model", 8),
+        ("slurm.replicas[1].count", 9),
+    ]
+    assert "did you mean 'count'" in found[0][2]
+    assert found[1][2] == "is missing; give the model that they serve, as requests name it (no blanks)"
+    whole = text.replace("cuont", "count").replace("count = -1", 'model = "c"')
+    assert [(key, line) for key, line, _ in mistakes(whole)] == [
+        ("slurm.replicas[2].name", 10),
+        ("slurm.replicas[3].time_limit_s", 14),
     ]
 
 
@@ -206,10 +253,21 @@ def test_every_key_is_documented_with_its_default() -> None:
         for part in key.split("."):
             value = value[part]
         shown = "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        if key.startswith("slurm.") and not isinstance(value, float):
+            shown = json.dumps(value)
         if isinstance(value, tuple | list):
             shown = json.dumps(list(value))
         cells = [cell.strip() for cell in rows[key].split("|")]
         assert cells[1] == shown, key
+
+
+def test_every_key_of_a_replica_table_is_documented_with_its_default() -> None:
+    rows = documented_rows("Online replicas on Slurm")
+    assert {f"slurm.replicas.{key}" for key in rows} == set(replica_keys())
+    for key, value in msgspec.to_builtins(ReplicasPolicy(model="m")).items():
+        if key not in ("model", "name"):
+            shown = f"{value:g}" if isinstance(value, float) else json.dumps(value)
+            assert [cell.strip() for cell in rows[key].split("|")][1] == shown, key
 
 
 def test_every_reason_is_documented_and_no_other() -> None:
