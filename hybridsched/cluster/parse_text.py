@@ -1,0 +1,227 @@
+"""Slurm's text outputs, for where it has no JSON: `scontrol -o show …`, `scontrol show config`, `squeue -o`.
+
+Values may hold blanks, equal signs and whatever an administrator typed. A record of `scontrol -o` is cut at
+the keys that Slurm is known to print; the first of each counts, because what is free text (`Reason=`,
+`Comment=`) comes after all that is read here. Job names and comments are their users' own, and could spell
+out another job's record: so jobs are never read from `scontrol`, but from `squeue` with the free texts last.
+
+Times must have been printed under `SLURM_TIME_FORMAT=%s`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hybridsched.cluster.parse_words import (
+    epoch_ms,
+    job_state,
+    minutes_ms,
+    node_states,
+    nothing,
+    parse_gres,
+    unreadable,
+)
+from hybridsched.cluster.values import ENDED, Job, Node, Partition, Reservation
+
+
+def _keys(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NODE_KEYS = _keys(
+    """
+    NodeName Arch CoresPerSocket CPUAlloc CPUEfctv CPUTot CPULoad AvailableFeatures ActiveFeatures
+    Gres GresDrain GresUsed NodeAddr NodeHostName Port Version OS RealMemory AllocMem FreeMem
+    Sockets Boards MemSpecLimit CoreSpecCount State ThreadsPerCore TmpDisk Weight Owner MCS_label
+    Partitions BootTime SlurmdStartTime LastBusyTime ResumeAfterTime CfgTRES AllocTRES CapWatts
+    CurrentWatts AveWatts ExtSensorsJoules ExtSensorsWatts ExtSensorsTemp Reason
+    """
+)
+
+PARTITION_KEYS = _keys(
+    """
+    PartitionName AllowGroups AllowAccounts AllowQos AllocNodes Alternate Default QoS DefaultTime
+    DisableRootJobs ExclusiveUser ExclusiveTopo GraceTime Hidden MaxNodes MaxTime MinNodes LLN
+    MaxCPUsPerNode MaxCPUsPerSocket NodeSets Nodes PriorityJobFactor PriorityTier RootOnly ReqResv
+    OverSubscribe OverTimeLimit PreemptMode State TotalCPUs TotalNodes SelectTypeParameters
+    JobDefaults DefMemPerNode MaxMemPerNode TRES
+    """
+)
+
+RESERVATION_KEYS = _keys(
+    """
+    ReservationName StartTime EndTime Duration Nodes NodeCnt CoreCnt Features PartitionName Flags
+    TRES Users Groups Accounts Licenses State BurstBuffer Watts MaxStartDelay Comment
+    """
+)
+
+SQUEUE_FIELDS = "%A|%F|%K|%P|%u|%T|%N|%b|%S|%l|%V|%e|%Q|%r|%k|%j"
+"""One job a line; nothing of a user's making before the last two fields. Slurm writes no bar in the rest."""
+
+
+def records(text: str, keys: tuple[str, ...]) -> list[dict[str, str]]:
+    """The records of `scontrol -o show …`, one a line; the first of `keys` begins each."""
+    cut = re.compile(r"(?:^|\s)(" + "|".join(map(re.escape, keys)) + r")=")
+    out = []
+    for line in text.splitlines():
+        if not line.startswith(f"{keys[0]}="):
+            continue  # "No reservations in the system" and the like
+        found: dict[str, str] = {}
+        marks = list(cut.finditer(line))
+        for i, mark in enumerate(marks):
+            free = mark[1] in ("Reason", "Comment")
+            end = len(line) if free or i + 1 == len(marks) else marks[i + 1].start()
+            found.setdefault(mark[1], line[mark.end() : end].strip())
+            if free:
+                break
+        out.append(found)
+    return out
+
+
+def parse_nodes(text: str) -> tuple[Node, ...]:
+    """`scontrol -o -d show node` (without -d there is no `GresUsed`)."""
+    return tuple(
+        Node(
+            name=r["NodeName"],
+            host=nothing(r.get("NodeHostName")) or r["NodeName"],
+            states=node_states(_needed(r, "State")),
+            gres=parse_gres(r.get("Gres")),
+            gres_used=parse_gres(r.get("GresUsed")),
+            reason=re.sub(r"\s*\[[^\[\]]*@[^\[\]]*\]$", "", nothing(r.get("Reason"))),
+            partitions=tuple(filter(None, nothing(r.get("Partitions")).split(","))),
+        )
+        for r in records(text, NODE_KEYS)
+    )
+
+
+def parse_partitions(text: str) -> list[tuple[Partition, str]]:
+    """`scontrol -o show partition`: each with its node list, not expanded."""
+    return [
+        (
+            Partition(
+                name=r["PartitionName"],
+                up=_needed(r, "State").upper() == "UP",
+                priority_tier=_number(r.get("PriorityTier")),
+                preempt_mode=nothing(r.get("PreemptMode")).upper(),
+                grace_s=_number(r.get("GraceTime")),
+                default=r.get("Default", "NO").upper() == "YES",
+                max_time_ms=minutes_ms(r.get("MaxTime", "")),
+            ),
+            nothing(r.get("Nodes")),
+        )
+        for r in records(text, PARTITION_KEYS)
+    ]
+
+
+def parse_reservations(text: str) -> list[tuple[Reservation, str]]:
+    """`scontrol -o show reservation`: each with its node list, not expanded."""
+    return [
+        (
+            Reservation(
+                name=r["ReservationName"],
+                start_ms=epoch_ms(r.get("StartTime", "")),
+                end_ms=epoch_ms(r.get("EndTime", "")),
+                flags=tuple(filter(None, nothing(r.get("Flags")).split(","))),
+                users=tuple(filter(None, nothing(r.get("Users")).split(","))),
+                active=_needed(r, "State").upper() == "ACTIVE",
+            ),
+            nothing(r.get("Nodes")),
+        )
+        for r in records(text, RESERVATION_KEYS)
+    ]
+
+
+def parse_jobs(text: str) -> list[tuple[Job, str]]:
+    """`squeue --noheader --states=all -o SQUEUE_FIELDS`: each with its node list, not expanded.
+
+    The number of restarts is not among squeue's short fields: it stays unknown.
+    """
+    jobs = []
+    seen: set[str] = set()
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        fields = line.split("|", 15)
+        if len(fields) != 16 or not fields[0].isdigit():
+            raise unreadable("a line of squeue", line)
+        if fields[0] in seen:  # a line break in somebody's job name or comment
+            raise unreadable("two lines of squeue speak of one job", line)
+        seen.add(fields[0])
+        (
+            number,
+            array,
+            task,
+            partition,
+            user,
+            word,
+            nodes,
+            gres,
+            start,
+            limit,
+            submit,
+            end,
+            priority,
+            reason,
+        ) = fields[:14]
+        state, flags = job_state([word])
+        is_array = task not in ("N/A", "")
+        jobs.append(
+            (
+                Job(
+                    id=int(number),
+                    name=fields[15],
+                    user=user,
+                    partition=partition,
+                    state=state,
+                    flags=flags,
+                    reason=nothing(reason),
+                    gres=parse_gres(gres),
+                    comment=nothing(fields[14]),
+                    priority=_number(priority),
+                    submit_ms=epoch_ms(submit),
+                    start_ms=None if state == "PENDING" else epoch_ms(start),
+                    end_ms=epoch_ms(end) if state in ENDED else None,
+                    time_limit_ms=minutes_ms(limit),
+                    array_job=int(array) if is_array and array.isdigit() else None,
+                    array_task=int(task) if task.isdigit() else None,
+                    array_waiting=task if is_array and not task.isdigit() else "",
+                ),
+                nothing(nodes),
+            )
+        )
+    return jobs
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """`scontrol show config`: every `Key = value` line."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, mark, value = line.partition("=")
+        if mark and key.strip() and not key[0].isspace():
+            found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def parse_ping(text: str) -> tuple[bool, str]:
+    """`scontrol ping`: whether any slurmctld is up, and what was said."""
+    lines = [line for line in text.splitlines() if line.startswith("Slurmctld")]
+    return any(re.search(r"\bUP\b", line) for line in lines), "; ".join(lines) or text.strip()
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """`slurm-wlm 22.05.8`, `slurm 26.05.5` as (major, minor)."""
+    found = re.search(r"(\d+)\.(\d+)", text)
+    if not found:
+        raise unreadable("a Slurm version is written major.minor.micro", text)
+    return int(found[1]), int(found[2])
+
+
+def _needed(record: dict[str, str], key: str) -> str:
+    if key not in record:
+        raise unreadable(f"a record without {key}", record)
+    return record[key]
+
+
+def _number(text: str | None) -> int | None:
+    word = nothing(text)
+    return int(word) if word.isdigit() else None

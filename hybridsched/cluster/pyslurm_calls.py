@@ -1,0 +1,248 @@
+"""What is asked of pyslurm (25.11 and its neighbours), in its own names. Runs only in `pyslurm_host`.
+
+The module is an argument: nothing here imports it. Faults that are stepped around:
+
+- an array's task 0 reads as no task (0 is taken for NO_VAL): told apart by the tasks that still wait;
+- a signal sent to a job that waits makes an error of a thing that is none: the state is asked first;
+- `JobSubmitDescription` needs `environment`; it takes `signal` and never sends it (not used here);
+- `Node(configured_gres=)` changes nothing, `Job.get_resource_layout_per_node` ends the process with a
+  segmentation fault on a running job, `Reservation.create` aborts it: none of them is called.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hybridsched.cluster import checks
+from hybridsched.cluster.parse_words import job_state, node_states, nothing, parse_gres, unreadable
+from hybridsched.cluster.run import refusal
+from hybridsched.cluster.values import ENDED, Gres, Job, JobChange, JobSpec, Node, Partition, Reservation
+
+
+class Calls:
+    """The calls, over one pyslurm module. Raises `ClusterError`, and pyslurm's own errors as they come."""
+
+    def __init__(self, module: Any) -> None:
+        self._slurm = module
+
+    def ping(self) -> None:
+        if not self._slurm.slurmctld.ping_primary().is_responding:
+            raise refusal("answer a ping", "Unable to contact slurm controller")
+
+    def jobs(self) -> list[tuple[Job, str]]:
+        return [_job(j) for j in self._slurm.Jobs.load().values()]
+
+    def nodes(self) -> list[Node]:
+        return [_node(n) for n in self._slurm.Nodes.load().values()]
+
+    def partitions(self) -> list[tuple[Partition, str]]:
+        return [_partition(p) for p in self._slurm.Partitions.load().values()]
+
+    def reservations(self) -> list[tuple[Reservation, str]]:
+        return [_reservation(r) for r in self._slurm.Reservations.load().values()]
+
+    def submit(self, spec: JobSpec, environment: dict[str, str]) -> int:
+        fields: dict[str, Any] = {
+            "name": spec.name,
+            "script": spec.script if spec.script is not None else spec.script_path,
+            "script_args": list(spec.arguments) or None,
+            "partitions": spec.partition,
+            "gres_per_node": {f"{g.name}:{g.type}" if g.type else g.name: g.count for g in spec.gres} or None,
+            "required_nodes": list(spec.nodes) or None,
+            "time_limit": _span(spec.time_limit_min),
+            "cpus_per_task": spec.cpus_per_task,
+            "memory_per_node": None if spec.memory_mb is None else f"{spec.memory_mb}M",
+            "comment": spec.comment,
+            "is_requeueable": spec.requeue,
+            "log_files_open_mode": "append" if spec.append else None,
+            "standard_output": spec.output,
+            "standard_error": spec.error,
+            "working_directory": spec.chdir,
+            "array": spec.array,
+            "account": spec.account,
+            "qos": spec.qos,
+            "user_id": spec.user,
+            "priority": 0 if spec.hold else None,
+        }
+        given = {k: v for k, v in fields.items() if v is not None}
+        description = self._slurm.JobSubmitDescription(
+            environment={**environment, **spec.environment}, **given
+        )
+        return int(description.submit())
+
+    def signal(self, job: int, name: str, steps: bool) -> None:
+        found, _ = _job(self._slurm.Job.load(job))
+        if found.ended:
+            raise refusal(f"send {name} to job {job}", "Invalid job id specified")
+        if found.running:
+            self._slurm.Job(job).send_signal(
+                "SIG" + checks.signal_name(name), steps="all" if steps else "batch"
+            )
+
+    def requeue(self, job: int) -> None:
+        self._slurm.Job(job).requeue()
+
+    def cancel(self, job: int) -> None:
+        self._slurm.Job(job).cancel()
+
+    def update_job(self, job: int, change: JobChange) -> None:
+        fields: dict[str, Any] = {
+            "comment": change.comment,
+            "time_limit": _span(change.time_limit_min),
+            "is_requeueable": change.requeue,
+            "begin_time": "now" if change.start_now else None,
+        }
+        given = {k: v for k, v in fields.items() if v is not None}
+        if given:
+            self._slurm.Job(job).modify(self._slurm.JobSubmitDescription(**given))
+        if change.held is not None:
+            record = self._slurm.Job(job)
+            _ = record.hold() if change.held else record.release()
+
+    def drain(self, node: str, reason: str) -> None:
+        self._slurm.Node(node).modify(self._slurm.Node(state="DRAIN", reason=reason))
+
+    def resume(self, node: str) -> None:
+        self._slurm.Node(node).modify(self._slurm.Node(state="RESUME"))
+
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """The calls by name, as the host offers them."""
+        return {
+            f.__name__: f
+            for f in (
+                self.ping,
+                self.jobs,
+                self.nodes,
+                self.partitions,
+                self.reservations,
+                self.submit,
+                self.signal,
+                self.requeue,
+                self.cancel,
+                self.update_job,
+                self.drain,
+                self.resume,
+            )
+        }
+
+
+def _job(j: Any) -> tuple[Job, str]:
+    state, flags = job_state(str(j.state).split("+"))
+    array = _number(j.array_id)
+    waiting = _text(j.array_tasks_waiting)
+    task = _number(j.array_task_id)
+    if array is not None and task is None and not waiting:
+        task = 0
+    limit = _number(j.time_limit)
+    value = Job(
+        id=int(j.id),
+        name=str(j.name or ""),
+        user=_text(j.user_name),
+        partition=_text(j.partition),
+        state=state,
+        flags=flags,
+        reason=_text(j.state_reason),
+        gres=_gres(j.gres_per_node),
+        comment=str(j.comment or ""),
+        restarts=_number(j.requeue_count),
+        priority=_number(j.priority),
+        submit_ms=_ms(j.submit_time),
+        start_ms=None if state == "PENDING" else _ms(j.start_time),
+        end_ms=_ms(j.end_time) if state in ENDED else None,
+        time_limit_ms=None if limit is None else limit * 60_000.0,
+        array_job=array,
+        array_task=task,
+        array_waiting=waiting,
+    )
+    return value, _text(j.allocated_nodes)
+
+
+def _node(n: Any) -> Node:
+    return Node(
+        name=str(n.name),
+        host=_text(n.hostname) or str(n.name),
+        states=node_states(str(n.state)),
+        gres=_gres(n.configured_gres),
+        gres_used=_gres(n.allocated_gres),
+        reason=_text(n.reason),
+        partitions=tuple(n.partitions or ()),
+    )
+
+
+def _partition(p: Any) -> tuple[Partition, str]:
+    limit = _number(p.max_time)
+    mode = p.preempt_mode
+    value = Partition(
+        name=str(p.name),
+        up=_text(p.state).upper() == "UP",
+        priority_tier=_number(p.priority_tier),
+        preempt_mode=",".join(mode).upper() if isinstance(mode, list | tuple) else _text(mode).upper(),
+        grace_s=_number(p.preemption_grace_time) or 0,
+        default=bool(p.is_default),
+        max_time_ms=None if limit is None else limit * 60_000.0,
+    )
+    return value, _text(p.nodes)
+
+
+def _reservation(r: Any) -> tuple[Reservation, str]:
+    flags = (
+        [str(f.name) for f in type(r.flags) if f in r.flags]
+        if isinstance(r.flags, enum.Flag)
+        else list(r.flags)
+    )
+    again = str(getattr(r.reoccurrence, "name", r.reoccurrence) or "NO")
+    value = Reservation(
+        name=str(r.name),
+        start_ms=_ms(r.start_time),
+        end_ms=_ms(r.end_time),
+        flags=(*flags, *([again] if again != "NO" else [])),
+        users=tuple(r.users or ()),
+        active=bool(r.is_active),
+    )
+    return value, _text(r.nodes)
+
+
+def _gres(value: Any) -> tuple[Gres, ...]:
+    """`{"gpu:a100": 4}` or `{"gpu:a100": {"count": "4", "indexes": "0-3"}}`, or Slurm's own text."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return parse_gres(value)
+    if not isinstance(value, Mapping):
+        raise unreadable("GRES are a dictionary or a text", value)
+    found = []
+    for key, count in value.items():
+        name, _, kind = str(key).removeprefix("gres/").removeprefix("gres:").partition(":")
+        detail: Mapping[str, Any] = count if isinstance(count, Mapping) else {"count": count}
+        found.append(
+            Gres(
+                name=name,
+                type=nothing(kind) or None,
+                count=int(detail.get("count") or 0),
+                index=nothing(str(detail.get("indexes") or "")) or None,
+            )
+        )
+    return tuple(found)
+
+
+def _number(value: Any) -> int | None:
+    """A number; None for none, and for the word UNLIMITED."""
+    if value is None or (isinstance(value, str) and not value.isdigit()):
+        return None
+    return int(value)
+
+
+def _ms(value: Any) -> float | None:
+    seconds = _number(value)
+    return seconds * 1000.0 if seconds else None
+
+
+def _text(value: Any) -> str:
+    return nothing(None if value is None else str(value))
+
+
+def _span(minutes: int | None) -> str | None:
+    """Minutes as Slurm's hours:minutes:seconds: a bare number reads as minutes here and as seconds there."""
+    return None if minutes is None else f"{minutes // 60:02d}:{minutes % 60:02d}:00"
