@@ -33,6 +33,12 @@ _log = get_logger("offline")
 KILLS = 3
 """A line in flight at this many engine failures is taken to be their cause: at the last one it ran alone."""
 
+STARTS_AT_ONCE = 4
+STARTS_EVERY_S = 0.002
+"""Lines started in one turn of the event loop, and the time to the next turn, seconds. A lane that resumes
+has dozens of long bodies to build: the first ones are on their way before the others are begun, and an abort
+waits behind a few at most."""
+
 _CACHE_TRUST = 0.5
 """Below this share of expected prefix hits after pauses, prompts are fed by slices again."""
 
@@ -91,6 +97,7 @@ class LineExecutor:
         self._tokenizes = True
         self._ended_tokens = 0
         self._busy_timer: asyncio.TimerHandle | None = None
+        self._start_timer: asyncio.TimerHandle | None = None
         self.recomputed_tokens = 0
         """Tokens computed again so far, over all lines that have ended."""
         self.finished_tokens = 0
@@ -170,7 +177,8 @@ class LineExecutor:
         total, closed = await self._wire.end_all(self._hang_up)
         return Ended(ended=total, kept_tokens=self._ended_tokens, closed=closed)
 
-    def _hang_up(self, run: LineRun) -> None:
+    def _hang_up(self, run: LineRun, young: bool) -> None:
+        run.closed_young = young
         self._running[run].cancel()
 
     def drop_inflight(self) -> int:
@@ -187,8 +195,9 @@ class LineExecutor:
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
-        if self._busy_timer is not None:
-            self._busy_timer.cancel()
+        for timer in (self._busy_timer, self._start_timer):
+            if timer is not None:
+                timer.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- waiting and starting
@@ -199,17 +208,30 @@ class LineExecutor:
         heapq.heappush(self._waiting, ((-run.deaths, *run.order), self._sequence, run))
 
     def _pump(self) -> None:
-        while self._admitting and self._up and self._waiting:
+        """Start lines as far as the gate, the engine and the budget allow, a few in each turn of the loop."""
+        if self._start_timer is None and self._start_some():
+            self._start_timer = asyncio.get_running_loop().call_later(STARTS_EVERY_S, self._pump_on)
+
+    def _pump_on(self) -> None:
+        self._start_timer = None
+        self._pump()
+
+    def _start_some(self) -> bool:
+        """Start up to `STARTS_AT_ONCE` lines; returns whether there may be more to start."""
+        for _ in range(STARTS_AT_ONCE):
+            if not (self._admitting and self._up and self._waiting):
+                return False
             run = self._waiting[0][2]
             tokens = run.planned_tokens(self.info.max_model_len if self.info else None)
             deaths = max([run.deaths, *(other.deaths for other in self._running)])
             if deaths and len(self._running) >= self._suspect_limit(deaths):
-                return
+                return False
             if not self._admits(tokens, len(self._running), self._running_tokens, self.budget):
-                return
+                return False
             heapq.heappop(self._waiting)
             self._running_tokens += tokens
             self._running[run] = asyncio.create_task(self._run(run, tokens))
+        return True
 
     def _suspect_limit(self, deaths: int) -> int:
         return 1 if deaths >= KILLS - 1 else max(1, self.budget.max_inflight // 4)
@@ -223,7 +245,9 @@ class LineExecutor:
             run.suspend(cache_trusted=self._cache_share >= _CACHE_TRUST, block=self.block)
         except asyncio.CancelledError:
             # Only the executor cancels these: the connection was closed on purpose and the line stays.
-            run.suspend(cache_trusted=False, block=self.block)
+            trusted = run.closed_young and self._cache_share >= _CACHE_TRUST
+            run.closed_young = False
+            run.suspend(cache_trusted=trusted, block=self.block)
             if run.counts_as_death:
                 run.counts_as_death = False
                 run.deaths += 1

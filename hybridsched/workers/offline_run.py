@@ -72,6 +72,8 @@ class LineRun:
         """How often the engine failed while it ran."""
         self.counts_as_death = False
         """Set before its connection is closed because the engine no longer answers."""
+        self.closed_young = False
+        """Set before its connection is closed because the request was too young for an abort to find it."""
         self.dropped = False
         """Set when its sink wants it no more: it ends without a result."""
         self.fed = 0

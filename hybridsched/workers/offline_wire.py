@@ -28,6 +28,9 @@ class LineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """An abort is sent again after this while answers are missing."""
     abort_missed_s: float = 0.002
     """The same when the engine ended fewer requests than asked: the abort overtook some of them."""
+    young_s: float = 0.01
+    """A request sent less than this before a pause may still be on its way, where no abort finds it. Its
+    connection is closed instead: it has produced a token at most, and a server drops what it has not read."""
     abort_bound_s: float = 3.0
     """After this the connections are closed, which ends the requests too, without their tokens."""
     busy_wait_s: float = 0.25
@@ -52,7 +55,7 @@ class LaneWire:
         self._on_change = on_change
         self._clock = clock
         self.pacer = PrefillPacer(clock=clock)
-        self._sent: dict[str, tuple[str, LineRun]] = {}
+        self._sent: dict[str, tuple[str, LineRun, float]] = {}
         self.quiet_s = clock()
         """When the last request came back, on the clock given."""
         self._quiet = asyncio.Event()
@@ -65,14 +68,14 @@ class LaneWire:
 
     def runs(self) -> set[LineRun]:
         """The lines that have a request in flight."""
-        return {run for _, run in self._sent.values()}
+        return {run for _, run, _ in self._sent.values()}
 
     async def send(
         self, run: LineRun, path: str, body: dict[str, Any], grant: Grant, *, is_slice: bool = False
     ) -> Completion:
         """One request and its answer. Raises what the engine raises."""
         request_id = run.next_request_id()
-        self._sent[request_id] = (path, run)
+        self._sent[request_id] = (path, run, self._clock())
         self._quiet.clear()
         self._on_change()
         timeout_s = self._settings.slice_timeout_s if is_slice else self._settings.line_timeout_s
@@ -96,14 +99,19 @@ class LaneWire:
                 self._quiet.set()
             self._on_change()
 
-    async def end_all(self, close: Callable[[LineRun], None]) -> tuple[int, int]:
+    async def end_all(self, close: Callable[[LineRun, bool], None]) -> tuple[int, int]:
         """End every request at the engine's next iteration; returns how many there were, and how many of them
-        had to be closed with `close`, once all are back.
+        had to be closed for want of an answer, once all are back.
 
         The first abort is on its way when this first awaits. Requests that an abort does not reach, or that
-        are not back within the bound, are closed.
+        are not back within the bound, are closed by `close(line, False)`; those too young for an abort to
+        find them by `close(line, True)`.
         """
         total = len(self._sent)
+        young_from = self._clock() - self._settings.young_s
+        young = {run for _, run, sent_s in self._sent.values() if sent_s > young_from}
+        for run in young:
+            close(run, True)
         closed: set[LineRun] = set()
         give_up = self._clock() + self._settings.abort_bound_s
         posts: set[asyncio.Task[None]] = set()
@@ -111,12 +119,14 @@ class LaneWire:
         while self._sent:
             late = self._clock() >= give_up
             by_path: dict[str, list[str]] = {}
-            for request_id, (path, run) in self._sent.items():
+            for request_id, (path, run, _) in self._sent.items():
+                if run in young:
+                    continue
                 if not late and (path != run.path or run.shape.abortable):
                     by_path.setdefault(path, []).append(request_id)
                 elif run not in closed:
                     closed.add(run)
-                    close(run)
+                    close(run, False)
             for path, request_ids in by_path.items():
                 post = asyncio.ensure_future(self._abort(path, request_ids, missed))
                 posts.add(post)

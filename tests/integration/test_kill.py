@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 
-from hybridsched.client import AsyncClient, ClientError
+from hybridsched.client import AsyncClient, RequestError, StoreError
 from tests.helpers import await_until, wait_until
 from tests.integration.pool import MODEL, POOL, Pool, running_pool
 
@@ -60,7 +60,7 @@ async def online_load(url: str, *, seconds: float, every_s: float) -> Counter[st
         try:
             await client.complete(body, model=MODEL, path="/v1/completions", timeout_s=12.0)
             outcomes["ok"] += 1
-        except ClientError as error:
+        except (RequestError, StoreError) as error:
             outcomes[type(error).__name__] += 1
 
     async with AsyncClient(url, pool=POOL) as client:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import msgspec
 import pytest
 
 from hybridsched.core.values import Budget
@@ -19,7 +20,7 @@ from tests.helpers import await_until
 from tests.unit.step_engine import StepEngine, chat_ids, next_token, text_of
 
 BUDGET = Budget(max_inflight=8, chunk_tokens=10_000, slice_tokens=0)
-FAST = LineSettings(abort_bound_s=0.1, abort_repeat_s=0.01, busy_wait_s=0.01, line_timeout_s=20)
+FAST = LineSettings(abort_bound_s=0.1, abort_repeat_s=0.01, busy_wait_s=0.01, line_timeout_s=20, young_s=0.0)
 Ids = list[int]
 
 
@@ -342,3 +343,21 @@ async def test_an_engine_that_does_not_report_its_cache_is_counted_as_having_had
         executor.admit(BUDGET)
         await finish(sink, 1)
     assert executor.recomputed_tokens >= 64
+
+
+async def test_a_request_too_young_for_an_abort_has_its_connection_closed() -> None:
+    engine = StepEngine()
+    settings = msgspec.structs.replace(FAST, young_s=60.0)
+    executor = LineExecutor(engine, admits=admits, settings=settings)
+    sink = Sink()
+    executor.admit(BUDGET)
+    executor.submit(
+        sink.run(i, {"model": "m", "prompt": prompt_of(i, 40), "max_tokens": 30}) for i in range(2)
+    )
+    await await_until(lambda: len(engine.requests) == 2)
+    ended = await executor.end_inflight()
+    assert ended.closed == 0, "it was not given up: it had only just been sent"
+    assert engine.abort_posts == []
+    assert executor.inflight == 0
+    assert executor.waiting == 2
+    await executor.close()
