@@ -29,10 +29,16 @@ LIVE = (Phase.PENDING, Phase.RUNNING)
 ANSWERS = st.sampled_from(["ok", "ok", "ok", "refused", "lost but done", "lost", "done later"])
 
 
+CHANGES = [
+    *("begin", "begin all", "serve", "serve all", "silent", "silent all", "unknown all", "near", "near all"),
+    *("die", "forget", "lose a GPU", "mend"),
+]
+
+
 class Cluster(RuleBasedStateMachine):
     """Slurm's side. What the policy worker may know is only what a look shows."""
 
-    @initialize(count=st.integers(0, 3), surge=st.integers(1, 2))
+    @initialize(count=st.sampled_from([1, 2, 3, 1, 2, 3, 0]), surge=st.integers(1, 2))
     def start(self, count: int, surge: int) -> None:
         self.wanted = ReplicasPolicy(model="m", count=count, surge=surge, warm_ms=20_000.0, time_limit_s=3600)
         self.policy = SlurmPolicy(enabled=True, replicas=(self.wanted,), max_drained_nodes=2)
@@ -61,7 +67,10 @@ class Cluster(RuleBasedStateMachine):
     def change(self, number: int, **values: object) -> None:
         self.jobs[number] = msgspec.structs.replace(self.jobs[number], **values)
 
-    @rule(after=st.sampled_from([500.0, 2000.0, 4000.0, 8000.0]), answer=ANSWERS)
+    @rule(after=st.sampled_from([2000.0, 8000.0, 20_000.0]), answer=ANSWERS)
+    def looks(self, after: float, answer: str) -> None:
+        self.look(after, answer)
+
     def look(self, after: float, answer: str) -> None:
         self.now += after
         for due, act in [*self.late]:
@@ -118,43 +127,34 @@ class Cluster(RuleBasedStateMachine):
             return Result(at_ms=self.now, ok=True, job=number)
         return Result(at_ms=self.now, ok=False, error=answer, sure=answer == "refused")
 
-    @rule(which=st.integers(0, 5))
-    def begins(self, which: int) -> None:
-        waiting = [job for job in self.live() if job.phase is Phase.PENDING]
-        if which < len(waiting):
-            self.change(waiting[which].job, phase=Phase.RUNNING, serving=False, ends_ms=self.now + LIMIT_MS)
-
-    @rule(which=st.integers(0, 5), serving=st.sampled_from([True, True, False, None]))
-    def serves(self, which: int, serving: bool | None) -> None:
-        running = [job for job in self.live() if job.phase is Phase.RUNNING]
-        if which < len(running):
-            self.change(running[which].job, serving=serving)
-
-    @rule(which=st.integers(0, 5), phase=st.sampled_from([Phase.LEAVING, Phase.ENDED]))
-    def dies(self, which: int, phase: Phase) -> None:
+    @rule(change=st.sampled_from(CHANGES), which=st.integers(0, 5), left=st.floats(20_000, 300_000))
+    def changes(self, change: str, which: int, left: float) -> None:
+        """Something happens to one job, to all jobs, or to a node."""
         live = self.live()
-        if which < len(live):
-            self.change(live[which].job, phase=phase, serving=False)
-
-    @rule()
-    def forgets(self) -> None:
-        """Slurm forgets ended jobs after MinJobAge."""
-        self.jobs = {job.job: job for job in self.live()}
-
-    @rule(which=st.integers(0, 5), left=st.floats(0, 300_000))
-    def nears_its_limit(self, which: int, left: float) -> None:
-        running = [job for job in self.live() if job.phase is Phase.RUNNING]
-        if which < len(running):
-            self.change(running[which].job, ends_ms=self.now + left)
-
-    @rule(node=st.sampled_from(["n1", "n2", "n3"]))
-    def loses_a_gpu(self, node: str) -> None:
-        if len(self.lost) < 5:
+        jobs = live if change.endswith("all") else live[which % len(live) :][:1] if live else []
+        for job in jobs:
+            running = job.phase is Phase.RUNNING
+            match change.split()[0]:
+                case "begin" if not running:
+                    ends = self.now + (left if which % 2 else LIMIT_MS)
+                    self.change(job.job, phase=Phase.RUNNING, serving=which > 3, ends_ms=ends)
+                case "serve" if running:
+                    self.change(job.job, serving=True)
+                case "silent" if running:
+                    self.change(job.job, serving=False)
+                case "unknown" if running:
+                    self.change(job.job, serving=None)
+                case "near" if running:
+                    self.change(job.job, ends_ms=self.now + left)
+                case "die":
+                    self.change(job.job, phase=(Phase.LEAVING, Phase.ENDED)[which % 2], serving=False)
+        node = f"n{which % 3}"
+        if change == "forget":  # as Slurm does after MinJobAge
+            self.jobs = {job.job: job for job in live}
+        elif change == "lose a GPU" and len(self.lost) < 5:
             self.lost = (*self.lost, LostGpu(job=1000 + len(self.lost), node=node, why="gone"))
-
-    @rule(node=st.sampled_from(["n1", "n2", "n3"]))
-    def is_mended(self, node: str) -> None:
-        self.drained.discard(node)
+        elif change == "mend":
+            self.drained.discard(node)
 
     @invariant()
     def never_too_many(self) -> None:
@@ -165,7 +165,7 @@ class Cluster(RuleBasedStateMachine):
     def one_drain_for_each_report(self) -> None:
         if hasattr(self, "drains"):
             assert len(self.fleet.orders) <= self.wanted.count + self.wanted.surge
-            assert len(set(self.drains)) == len(self.drains) or self.lost
+            assert set(self.drains) <= {lost.job for lost in self.lost}
 
     def teardown(self) -> None:
         """A Slurm that works again comes to rest: as many serve as are wanted, and nothing more is asked."""
