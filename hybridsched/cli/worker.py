@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+
+from hybridsched.cli.access import Duration
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -20,13 +24,15 @@ def _name(_ctx: click.Context, param: click.Parameter, value: str | None) -> str
     return value
 
 
-def _model(_ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if not value or any(c in value for c in "{}\n\r\0 "):
+def _model(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and (not value or any(c in value for c in "{}\n\r\0 ")):
         raise click.BadParameter(f"{value!r} is not a model name: no blanks and no braces", param=param)
     return value
 
 
-def _engine_url(_ctx: click.Context, param: click.Parameter, value: str) -> str:
+def _engine_url(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is None:
+        return None
     if not re.fullmatch(r"https?://[^\s/]+/?", value):
         raise click.BadParameter(
             f"{value!r} is not an engine's address: give http://HOST:PORT, without a path", param=param
@@ -73,7 +79,7 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _run(start: Callable[[str], Coroutine[Any, Any, None]], redis_option: str | None) -> None:
+def _run(start: Callable[[str], Coroutine[Any, Any, T]], redis_option: str | None) -> T:
     """Resolve the Redis address and run a loop until it ends or is told to stop."""
     import asyncio
 
@@ -87,7 +93,7 @@ def _run(start: Callable[[str], Coroutine[Any, Any, None]], redis_option: str | 
             raise click.UsageError(
                 "a worker needs the pool's Redis: give --redis URL or set HYBRIDSCHED_REDIS_URL"
             )
-        asyncio.run(start(url))
+        return asyncio.run(start(url))
     except StoreError as error:
         raise click.ClickException(str(error)) from error
 
@@ -133,27 +139,80 @@ def online(
 @worker.command()
 @_common
 @click.option("--lane", callback=_name, help="The lane's name; default: the replica's.")
-@click.option("--replica", required=True, callback=_name, help="The replica whose engine the lane shares.")
-@click.option("--model", required=True, callback=_model, help="The model that its batches ask for.")
-@click.option(
-    "--engine", "engine_url", required=True, callback=_engine_url, help="http://HOST:PORT of its vLLM."
-)
+@click.option("--replica", callback=_name, help="The replica whose engine the lane shares.")
+@click.option("--model", callback=_model, help="The model that its batches ask for.")
+@click.option("--engine", "engine_url", callback=_engine_url, help="http://HOST:PORT of its vLLM.")
 @click.option("--burst", is_flag=True, help="End when no batch has work left.")
+@click.option(
+    "--slurm-job",
+    "source",
+    metavar="FILE",
+    help="Inside a Slurm job: run this batch file alone, on a free lane of the job's node.",
+)
+@click.option("--output", "-o", metavar="FILE", help="With --slurm-job: as of `batch submit`.")
+@click.option("--errors", metavar="FILE", help="With --slurm-job: as of `batch submit`.")
+@click.option("--deadline", type=Duration(), help="With --slurm-job: from its first run, such as 12h.")
+@click.option(
+    "--give-back-after",
+    type=Duration(),
+    default="10s",
+    show_default=True,
+    help="With --slurm-job: change a lane that stays closed for this long for an open one.",
+)
+@click.option(
+    "--leave-after",
+    type=Duration(),
+    default="30m",
+    show_default=True,
+    help="With --slurm-job: back to Slurm's queue when no lane has been open for this long.",
+)
+@click.pass_context
 def offline(
+    ctx: click.Context,
     redis_option: str | None,
     pool: str,
     speed: float,
     lane: str | None,
-    replica: str,
-    model: str,
-    engine_url: str,
+    replica: str | None,
+    model: str | None,
+    engine_url: str | None,
     burst: bool,
+    source: str | None,
+    output: str | None,
+    errors: str | None,
+    deadline: float | None,
+    give_back_after: float,
+    leave_after: float,
 ) -> None:
     """Run batches on one lane while its gate is open.
 
     A closed gate stops it at the next chunk, or at the engine's next iteration, as the policy
     says; nothing that is finished is lost.
+
+    With --slurm-job FILE it runs that file alone, with the rights of the job's user. Exit status: 0 the batch
+    is complete, 1 it ended otherwise, 75 its place is kept and another run goes on from there.
     """
+    if source is not None:
+        for given, name in ((lane, "--lane"), (replica, "--replica"), (engine_url, "--engine")):
+            if given is not None:
+                raise click.UsageError(f"{name} cannot be chosen with --slurm-job: the job takes a free lane")
+        job = _slurm_job(
+            source=source,
+            output=output,
+            errors=errors,
+            model=model,
+            deadline_in_ms=deadline,
+            pool=pool,
+            speed=speed,
+            give_back_s=give_back_after / 1000.0,
+            leave_after_s=leave_after / 1000.0,
+        )
+        ctx.exit(_run(job, redis_option))
+    for wish, name in ((output, "--output"), (errors, "--errors"), (deadline, "--deadline")):
+        if wish is not None:
+            raise click.UsageError(f"{name} goes with --slurm-job FILE; a lane's worker runs every batch")
+    if replica is None or model is None or engine_url is None:
+        raise click.UsageError("give --replica, --model and --engine, or --slurm-job FILE inside a Slurm job")
 
     async def start(url: str) -> None:
         from hybridsched.workers.offline import run_offline
@@ -170,6 +229,52 @@ def offline(
         )
 
     _run(start, redis_option)
+
+
+def _slurm_job(
+    *,
+    source: str,
+    output: str | None,
+    errors: str | None,
+    model: str | None,
+    deadline_in_ms: float | None,
+    pool: str,
+    speed: float,
+    give_back_s: float,
+    leave_after_s: float,
+) -> Callable[[str], Coroutine[Any, Any, int]]:
+    """What runs a batch file inside a Slurm job. Returns the exit status."""
+    from hybridsched.workers.slurm_env import job_place
+
+    place = job_place()
+    if place is None:
+        raise click.UsageError(
+            "--slurm-job works inside a Slurm job; submit one with `sbatch workers/offline.sbatch FILE` or "
+            "`hybridsched batch submit --sbatch FILE`"
+        )
+
+    async def start(url: str) -> int:
+        from hybridsched.batches.files import BatchFileError
+        from hybridsched.workers.offline_job import JobOptions, OfflineJob, run_offline_job
+
+        job = OfflineJob(
+            redis_url=url,
+            pool=pool,
+            place=place,
+            source=source,
+            output=output,
+            errors=errors,
+            model=model,
+            deadline_in_ms=deadline_in_ms,
+            speed=speed,
+            options=JobOptions(give_back_s=give_back_s, leave_after_s=leave_after_s),
+        )
+        try:
+            return await run_offline_job(job)
+        except (BatchFileError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+
+    return start
 
 
 @worker.command()

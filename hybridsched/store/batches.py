@@ -242,7 +242,7 @@ class BatchStore:
         )
         if number < 0:
             return None
-        self._queue(batch).put(batch.id, number)
+        self._queue_of(batch).put(batch.id, number)
         return number
 
     # workers
@@ -250,7 +250,7 @@ class BatchStore:
     def worker(
         self, model: str | None, run: Callable[[str, int], object], *, name: str, only: str | None = None
     ) -> ChunkWorker:
-        """An RQ worker on the queue of `model` and on that of batches without a model, or of one batch only."""
+        """An RQ worker on the queue of `model` and on that of batches without one, or of one batch only."""
         return ChunkWorker(self._client, self.queue_names(model, only=only), run, name=name)
 
     def queue_names(self, model: str | None, *, only: str | None = None) -> list[str]:
@@ -295,7 +295,7 @@ class BatchStore:
         if beat.ok and not beat.stop:
             batch = self._find(batch_id)
             if batch is not None:
-                self._queue(batch).put(batch_id, chunk_no, front=True)
+                self._queue_of(batch).put(batch_id, chunk_no, front=True)
         return beat.ok
 
     def sweep(
@@ -311,7 +311,7 @@ class BatchStore:
         requeued: list[tuple[str, int]] = []
         expired: list[str] = []
         for batch in self.active(model, any_model=True):
-            queue = self._queue(batch)
+            queue = self._queue_of(batch)
             keys = [self.keys.batch(batch.id), self.keys.batch_chunks(batch.id)]
             ended, freed, waiting = self._scripts.call("batch_sweep", keys, [int(lost_after_ms)])
             if ended:
@@ -365,9 +365,11 @@ class BatchStore:
 
     # inside
 
-    def _queue(self, batch: BatchInfo) -> ChunkQueue:
-        keys = self.keys
-        name = keys.rq_queue_of_batch(batch.id) if batch.jobs_only else keys.rq_queue(batch.model)
+    def _queue_of(self, batch: BatchInfo) -> ChunkQueue:
+        return self._queue(batch.model, only=batch.id if batch.jobs_only else None)
+
+    def _queue(self, model: str | None, *, only: str | None = None) -> ChunkQueue:
+        name = self.keys.rq_queue(model) if only is None else self.keys.rq_queue_of_batch(only)
         if name not in self._queues:
             self._queues[name] = ChunkQueue(self._client, name)
         return self._queues[name]

@@ -92,10 +92,9 @@ class GateWatch:
 
     @property
     def lease_left_ms(self) -> float:
-        """How long an open gate may still be relied on without renewal; 0 when closed."""
-        if self._deadline is None:
-            return 0.0
-        return max(0.0, (self._deadline - time.monotonic()) * 1000.0)
+        """How long an open gate may still be relied on without renewal; 0 when closed. From any thread."""
+        deadline = self._deadline
+        return 0.0 if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000.0)
 
     async def __aenter__(self) -> GateWatch:
         self._tasks = [

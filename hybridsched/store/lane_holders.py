@@ -1,12 +1,13 @@
 """Who has a lane in Slurm mode: one job at a time, as a lease with a fence.
 
-The lanes of a node are those of the replicas that say in their telemetry that they run there. A job that Slurm
-has started on the node takes one that is free. While a lane has a holder only the holder publishes the lane's
-telemetry; a lane whose telemetry names a worker is not free, whether that worker is a job or not.
+The lanes of a node are those of the replicas that say in their telemetry that they run there. A job that
+Slurm has started on the node takes one that is free. While a lane has a holder only the holder publishes the
+lane's telemetry; a lane whose telemetry names a worker is not free, whether that worker is a job or not.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 LEASE_MS = 10_000
-"""Life of a holder without renewal: longer than any gate's lease, so that the gate of a holder that was cut off
-has closed before another job can have its lane."""
+"""Life of a holder without renewal: longer than any gate's lease, so that the gate of a holder that was cut
+off has closed before another job can have its lane."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,8 @@ class HeldLane(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
     token: bytes
     """What stands in the lane's key."""
+    asked_s: float
+    """`time.monotonic()` when the claim was sent: the lease began no earlier."""
 
     @property
     def fence(self) -> int:
@@ -100,9 +103,10 @@ class LaneHolders:
         for place in places:
             keys += [self._keys.lane_holder(place.lane), self._keys.gate(place.lane)]
         names = [place.lane for place in places]
-        args = [owner, job, node, lease_ms, int(open_only), *names]
+        args: list[str | int] = [owner, job, node, lease_ms, int(open_only), *names]
+        asked_s = time.monotonic()
         index, token = await self._scripts.call("lane_claim", keys, args)
-        return None if index < 0 else HeldLane(place=places[index], token=token)
+        return None if index < 0 else HeldLane(place=places[index], token=token, asked_s=asked_s)
 
     async def renew(self, held: HeldLane, *, lease_ms: int = LEASE_MS) -> bool:
         """Keep a lane for `lease_ms` from now. False: it is lost; another may have it."""

@@ -60,7 +60,7 @@ _STOP_S = 10.0
 
 _BACK_OFF_S = (0.1, 5.0)
 
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 """How long a thread that reads a chunk may keep the event loop from running. A pause must not wait for the
 5 ms that Python allows by itself."""
 
@@ -84,7 +84,7 @@ async def run_offline(
     Raises:
         StoreUrlError: the URL cannot be understood.
     """
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     logging.getLogger("rq").setLevel(logging.WARNING)  # it writes six lines for each chunk
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

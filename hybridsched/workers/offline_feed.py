@@ -172,25 +172,8 @@ class Feeder(threading.Thread):
         return max(1, int(self._client.zcount(self._store.keys.lane_index, since, "+inf")))
 
     def _finalize(self, batch: BatchInfo) -> None:
-        fence = self._store.claim_finalize(batch.id, lease_ms=FINAL_LEASE_MS)
-        if fence is None:
-            return
-        batch = self._store.get(batch.id)
         try:
-            work = self._folders.get(batch)
-            progress = _complete(work, batch.stop)
-            status = _ENDS.get(batch.stop, BatchStatus.CANCELLED)
-            if self._store.finalized(batch.id, fence, status, done=progress.done, failed=progress.failed):
-                _log.info(
-                    "A batch has ended.",
-                    key="batch_ended",
-                    batch=batch.id,
-                    status=status.value,
-                    done=progress.done,
-                    failed=progress.failed,
-                )
-                work.remove()
-                self._folders.forget(batch.id)
+            end_batch(self._store, self._folders, batch)
         except BatchFileError as error:
             self._unusable(batch, error)
 
@@ -227,6 +210,35 @@ class Feeder(threading.Thread):
             if not batch.at_end and not batch.stop
         )
         self.backlog = queued * self._chunk_lines + unplanned
+
+
+def end_batch(store: BatchStore, folders: Folders, batch: BatchInfo) -> bool:
+    """Bring a batch to its end if all of it has run, or if it is to stop. Whether it has ended by this call.
+
+    Raises:
+        BatchFileError: its files cannot be used; its end stays to be done.
+        redis.RedisError: the store cannot be reached.
+    """
+    fence = store.claim_finalize(batch.id, lease_ms=FINAL_LEASE_MS)
+    if fence is None:
+        return False
+    batch = store.get(batch.id)
+    work = folders.get(batch)
+    progress = _complete(work, batch.stop)
+    status = _ENDS.get(batch.stop, BatchStatus.CANCELLED)
+    if not store.finalized(batch.id, fence, status, done=progress.done, failed=progress.failed):
+        return False
+    _log.info(
+        "A batch has ended.",
+        key="batch_ended",
+        batch=batch.id,
+        status=status.value,
+        done=progress.done,
+        failed=progress.failed,
+    )
+    work.remove()
+    folders.forget(batch.id)
+    return True
 
 
 def _complete(work: WorkFolder, stop: str) -> Progress:

@@ -41,13 +41,15 @@ def submit_file(
     errors: str | Path | None = None,
     model: str | None = None,
     deadline_in_ms: float | None = None,
+    jobs_only: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> Submitted:
     """Submit `source` to the pool of `store`.
 
     Without `model` the one that most lines name decides which workers run it. Submitting the same file with
     the same output again changes nothing while the batch runs; when the pool has lost it (its Redis was
-    emptied), or it had failed, it goes on from what is on disk. `progress` is told the bytes read so far.
+    emptied), or it had failed, it goes on from what is on disk. With `jobs_only` only Slurm jobs of its user
+    run it, also when the pool's workers did so far. `progress` is told the bytes read so far.
 
     Raises:
         BatchFileError: a file cannot be used as asked (see its subclasses).
@@ -65,8 +67,10 @@ def submit_file(
             )
         known = _active(store, work.files.batch_id)
         if known is not None:
+            if jobs_only and not known.jobs_only:
+                known = store.leave_to_jobs(known.id)
             return Submitted(batch=known, index=work.index, known=True, resumed=True)
-        batch = _register(store, work, model, deadline_in_ms)
+        batch = _register(store, work, model, deadline_in_ms, jobs_only=jobs_only)
         return Submitted(batch=batch, index=work.index, known=False, resumed=work.resumed)
     except ValueError:
         if not work.resumed:
@@ -85,7 +89,12 @@ def _active(store: BatchStore, batch_id: str) -> BatchInfo | None:
 
 
 def _register(
-    store: BatchStore, work: WorkFolder, model: str | None, deadline_in_ms: float | None
+    store: BatchStore,
+    work: WorkFolder,
+    model: str | None,
+    deadline_in_ms: float | None,
+    *,
+    jobs_only: bool,
 ) -> BatchInfo:
     work.lock_exclusive()
     place = Assembler(work).restart()
@@ -111,6 +120,7 @@ def _register(
             failed=place.failed,
             at_end=place.at_end,
             deadline_in_ms=deadline_in_ms,
+            jobs_only=jobs_only,
         )
     )
 
