@@ -1,0 +1,263 @@
+"""Counts of each node and the last rung, case by case."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from hybridsched.core.fill import (
+    LOST_MS,
+    FillJob,
+    FillLane,
+    FillNode,
+    FillState,
+    FillView,
+    FillWhy,
+    RequeueJob,
+    RequeueWhy,
+    SetFill,
+    answered,
+    plan,
+)
+from hybridsched.core.policy import SlurmPolicy
+
+POLICY = SlurmPolicy(requeue_after_ms=60_000, fill_hysteresis_ms=2_000, reassert_ms=5_000, max_age_ms=30_000)
+NOW = 1_000_000.0
+
+
+def node(live: int | None = 0, *, seen: float = NOW, name: str = "n1", usable: bool = True) -> FillNode:
+    return FillNode(node=name, live=live, seen_ms=seen, usable=usable)
+
+
+def opened(lane: str, name: str = "n1") -> FillLane:
+    return FillLane(lane=lane, node=name, open=True)
+
+
+def closed(lane: str, ms: float | None, name: str = "n1", *, now: float = NOW) -> FillLane:
+    return FillLane(lane=lane, node=name, open=False, closed_since_ms=None if ms is None else now - ms)
+
+
+def job(
+    number: int, lane: str | None, *, ran: float = 500_000, name: str = "n1", leaving: bool = False
+) -> FillJob:
+    return FillJob(job=number, node=name, lane=lane, started_ms=NOW - ran, leaving=leaving)
+
+
+def view(
+    *things: FillNode | FillLane | FillJob, now: float = NOW, seen: float | None = NOW, floor: int = 0
+) -> FillView:
+    return FillView(
+        now_ms=now,
+        nodes=tuple(t for t in things if isinstance(t, FillNode)),
+        lanes=tuple(t for t in things if isinstance(t, FillLane)),
+        jobs=tuple(t for t in things if isinstance(t, FillJob)),
+        jobs_seen_ms=seen,
+        floor=floor,
+    )
+
+
+def settled(**counts: int) -> FillState:
+    return FillState(settled=dict(counts))
+
+
+def counts(state: FillState, seen: FillView) -> dict[str, tuple[int, FillWhy]]:
+    _, out = plan(state, seen, POLICY)
+    return {i.node: (i.count, i.why) for i in out if isinstance(i, SetFill)}
+
+
+def requeued(state: FillState, seen: FillView) -> dict[int, RequeueWhy]:
+    _, out = plan(state, seen, POLICY)
+    return {i.job: i.why for i in out if isinstance(i, RequeueJob)}
+
+
+def test_the_count_is_the_open_lanes() -> None:
+    assert counts(FillState(), view(node(), opened("a"), opened("b"), closed("c", 9e6))) == {
+        "n1": (2, FillWhy.LANES_OPEN)
+    }
+
+
+def test_a_right_count_is_left_alone() -> None:
+    state, out = plan(FillState(), view(node(1), opened("a")), POLICY)
+    assert out == ()
+    assert state.settled == {"n1": 1}
+
+
+def test_a_fresh_start_does_not_trust_what_slurm_was_configured_with() -> None:
+    assert counts(FillState(), view(node(4), closed("a", 100), closed("b", None))) == {
+        "n1": (0, FillWhy.LANES_CLOSED)
+    }
+
+
+def test_a_node_without_lanes_admits_nothing() -> None:
+    assert counts(FillState(), view(node(4))) == {"n1": (0, FillWhy.LANES_CLOSED)}
+
+
+def test_a_job_keeps_its_place_beside_an_open_lane() -> None:
+    kept = job(1, "b")
+    assert counts(settled(n1=1), view(node(1), opened("a"), closed("b", 30_000), kept)) == {
+        "n1": (2, FillWhy.LANES_OPEN)
+    }
+
+
+def test_with_every_gate_closed_nothing_starts_in_a_job_s_place() -> None:
+    assert counts(settled(n1=1), view(node(1), closed("a", 30_000), job(1, "a"))) == {
+        "n1": (0, FillWhy.LANES_CLOSED)
+    }
+
+
+def test_a_job_without_a_lane_takes_an_open_one() -> None:
+    assert counts(settled(n1=1), view(node(1), opened("a"), closed("b", 9e6), job(1, None))) == {}
+
+
+def test_jobs_beyond_the_lanes_raise_nothing() -> None:
+    jobs = [job(i, None) for i in range(4)]
+    assert counts(settled(n1=4), view(node(4), opened("a"), closed("b", 9e6), *jobs)) == {
+        "n1": (2, FillWhy.LANES_OPEN)
+    }
+
+
+def test_a_burst_does_not_lower_the_count() -> None:
+    assert counts(settled(n1=1), view(node(1), closed("a", 1_999))) == {}
+    assert counts(settled(n1=1), view(node(1), closed("a", 2_000))) == {"n1": (0, FillWhy.LANES_CLOSED)}
+    assert counts(settled(n1=1), view(node(1), closed("a", None))) == {"n1": (0, FillWhy.LANES_CLOSED)}
+
+
+def test_a_burst_raises_nothing_either() -> None:
+    assert counts(settled(n1=0), view(node(0), closed("a", 10))) == {}
+    assert counts(settled(n1=1), view(node(1), opened("a"), closed("b", 10))) == {}
+
+
+def test_slow_slurm_is_asked_once() -> None:
+    state, out = plan(FillState(), view(node(0), opened("a")), POLICY)
+    assert out == (SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN),)
+    for later in (250, 5_000, 20_000, LOST_MS - 1):
+        state, again = plan(state, view(node(0, seen=NOW + later), opened("a"), now=NOW + later), POLICY)
+        assert again == ()
+    _, lost = plan(state, view(node(0, seen=NOW + LOST_MS), opened("a"), now=NOW + LOST_MS), POLICY)
+    assert lost == out
+
+
+def test_an_answer_without_effect_is_repeated_after_a_while() -> None:
+    state, out = plan(FillState(), view(node(0), opened("a")), POLICY)
+    state = answered(state, out[0], NOW + 100)
+    for later, expected in ((200, ()), (5_099, ()), (5_100, out)):
+        seen = view(node(0, seen=NOW + later), opened("a"), now=NOW + later)
+        assert plan(state, seen, POLICY)[1] == expected
+
+
+def test_a_reading_from_before_the_order_says_nothing_of_it() -> None:
+    state, _ = plan(FillState(), view(node(4, seen=NOW - 500), closed("a", 9e6)), POLICY)
+    state, out = plan(state, view(node(0, seen=NOW - 1), closed("a", 9e6), now=NOW + 10), POLICY)
+    assert out == ()
+    assert "n1" in state.told
+    state, out = plan(state, view(node(0, seen=NOW + 20), closed("a", 9e6), now=NOW + 30), POLICY)
+    assert out == ()
+    assert state.told == {}
+    assert state.settled == {"n1": 0}
+
+
+def test_a_reset_is_answered_at_once() -> None:
+    assert counts(settled(n1=0), view(node(4), closed("a", 9e6))) == {"n1": (0, FillWhy.RESET)}
+    assert counts(settled(n1=1), view(node(4), opened("a"))) == {"n1": (1, FillWhy.RESET)}
+
+
+def test_a_new_wish_does_not_wait_for_the_old_one() -> None:
+    state, _ = plan(FillState(), view(node(0), opened("a")), POLICY)
+    now = NOW + 3_000
+    state, out = plan(state, view(node(0, seen=now), closed("a", 2_500, now=now), now=now), POLICY)
+    assert out == (SetFill(node="n1", count=0, why=FillWhy.LANES_CLOSED),)
+    late = answered(state, SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN), now)
+    assert late == state, "the answer to a replaced order says nothing"
+
+
+@pytest.mark.parametrize("unknown", [node(None), node(2, seen=NOW - 30_001)])
+def test_an_unknown_count_is_set_to_nothing(unknown: FillNode) -> None:
+    state, out = plan(settled(n1=2), view(unknown, opened("a"), opened("b")), POLICY)
+    assert out == (SetFill(node="n1", count=0, why=FillWhy.LIVE_UNKNOWN),)
+    assert plan(state, view(unknown, opened("a"), opened("b"), now=NOW + 1_000), POLICY)[1] == ()
+    state = answered(state, out[0], NOW + 1_000)
+    assert plan(state, view(unknown, opened("a"), opened("b"), now=NOW + 6_000), POLICY)[1] == out
+
+
+def test_a_node_that_is_down_admits_nothing() -> None:
+    assert counts(settled(n1=1), view(node(1, usable=False), opened("a"))) == {
+        "n1": (0, FillWhy.NODE_UNUSABLE)
+    }
+
+
+def test_the_floor_is_left_to_online() -> None:
+    things = [node(0), node(0, name="n2"), opened("a"), opened("b"), opened("c", "n2")]
+    assert counts(FillState(), view(*things, floor=1)) == {"n1": (2, FillWhy.LANES_OPEN)}
+    assert counts(settled(n1=2, n2=1), view(node(2), node(1, name="n2"), *things[2:], floor=3)) == {
+        "n1": (0, FillWhy.FLOOR),
+        "n2": (0, FillWhy.FLOOR),
+    }
+    with_job = [node(0), node(1, name="n2"), opened("a"), opened("c", "n2"), job(1, "c", name="n2")]
+    assert counts(settled(n2=1), view(*with_job, floor=1)) == {}, "a lane with a job on it goes first"
+
+
+@pytest.mark.parametrize(
+    ("lane", "expected"),
+    [
+        (closed("a", 60_000), {1: RequeueWhy.GATE_CLOSED}),
+        (closed("a", 59_999), {}),
+        (closed("a", None), {}),
+        (opened("a"), {}),
+        (closed("b", 9e6), {}),
+    ],
+)
+def test_the_last_rung_waits_for_its_time(lane: FillLane, expected: dict[int, RequeueWhy]) -> None:
+    assert requeued(FillState(), view(node(1), lane, job(1, "a"))) == expected
+
+
+def test_a_job_that_has_just_started_is_not_sent_back() -> None:
+    assert requeued(FillState(), view(node(1), closed("a", 9e6), job(1, "a", ran=59_999))) == {}
+    assert requeued(FillState(), view(node(1), closed("a", 9e6), job(1, None, ran=59_999))) == {}
+
+
+def test_a_job_without_a_lane_leaves_when_there_is_none_to_have() -> None:
+    shut, busy, free = closed("a", 9e6), opened("b"), opened("c")
+    other = job(2, "b")
+    assert requeued(FillState(), view(node(2), shut, busy, other, job(1, None))) == {1: RequeueWhy.NO_LANE}
+    assert requeued(FillState(), view(node(2), shut, busy, free, other, job(1, None))) == {}
+    assert requeued(FillState(), view(node(2), other, job(1, None))) == {}, "no lane of the node is known"
+
+
+def test_nobody_is_requeued_on_an_old_reading_or_twice() -> None:
+    things = (node(1), closed("a", 9e6), job(1, "a"))
+    assert requeued(FillState(), view(*things, seen=None)) == {}
+    assert requeued(FillState(), view(*things, seen=NOW - 30_001)) == {}
+    assert requeued(FillState(), view(node(1), closed("a", 9e6), job(1, "a", leaving=True))) == {}
+    state, out = plan(settled(n1=1), view(*things), POLICY)
+    order = RequeueJob(job=1, why=RequeueWhy.GATE_CLOSED)
+    assert out == (SetFill(node="n1", count=0, why=FillWhy.LANES_CLOSED), order), "the place is shut first"
+    now = NOW + 1_000
+    assert plan(state, view(*things, now=now, seen=now), POLICY)[1] == ()
+    state = answered(state, order, now)
+    later = now + 5_000
+    assert plan(state, view(*things, now=later, seen=later), POLICY)[1][-1] == order, (
+        "it still holds its place"
+    )
+    gone, _ = plan(state, view(node(0), closed("a", 9e6), now=later, seen=later), POLICY)
+    assert gone.leaving == {}
+
+
+def test_a_job_that_leaves_frees_its_place_for_no_one() -> None:
+    things = (node(2), opened("a"), closed("b", 9e6), job(1, "a"), job(2, "b"))
+    state, out = plan(settled(n1=2), view(*things), POLICY)
+    assert out == (
+        SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN),
+        RequeueJob(job=2, why=RequeueWhy.GATE_CLOSED),
+    )
+    assert list(state.leaving) == [2]
+
+
+def test_counts_fall_before_others_rise() -> None:
+    things = [node(0), node(1, name="n2"), opened("a"), closed("b", 9e6, "n2")]
+    _, out = plan(settled(n1=0, n2=1), view(*things), POLICY)
+    assert [i.node for i in out if isinstance(i, SetFill)] == ["n2", "n1"]
+
+
+def test_state_goes_through_json() -> None:
+    state, _ = plan(FillState(), view(node(1), closed("a", 9e6), job(1, "a")), POLICY)
+    assert msgspec.json.decode(msgspec.json.encode(state), type=FillState) == state
