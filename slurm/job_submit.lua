@@ -9,16 +9,16 @@
 -- --signal of the command line nor that of sbatch's own options: it is read from the #SBATCH lines of the batch
 -- script and from SBATCH_SIGNAL.
 
--- site: begin  (`hybridsched slurm render` writes these lines for a site)
+-- site: begin  (`hybridsched slurm render` writes these values for a site)
 local site = {
-  offline = { "offline" },            -- partitions of offline work
-  fill = "hsfill",                    -- GRES whose count is the number of open lanes
-  gpu_types = { "a100" },             -- types that --gres=gpu:TYPE:n may name
-  signal = "USR2",                    -- told to the batch shell before the GPU is taken
-  notice_s = 60,                      -- seconds of notice in the line that is proposed
-  min_notice_s = 10,                  -- shortest notice that is accepted
-  default_minutes = 0,                -- time limit of a job that names none; 0: refuse it
-  append_is_default = false,          -- slurm.conf has JobFileAppend=1
+  offline = { "offline" },          -- partitions of offline work
+  fill = "hsfill",                  -- GRES whose count is the number of open lanes
+  gpu_types = { "a100" },           -- types that --gres=gpu:TYPE:n may name
+  signal = "USR2",                  -- told to the batch shell before the GPU is taken
+  notice_s = 60,                    -- seconds of notice in the line that is proposed
+  min_notice_s = 10,                -- shortest notice that is accepted
+  default_minutes = 0,              -- time limit of a job that names none; 0: refuse it
+  append_is_default = false,        -- slurm.conf has JobFileAppend=1
 }
 -- site: end
 

@@ -24,19 +24,23 @@ state_path() {
 }
 
 # Does process $1 (of one of our daemons' names) belong to the testbed at $2? Its command line or environment
-# names the folder. A pid file alone proves nothing: the number may belong to another process by now.
+# names the folder, or it works there: slurmstepd clears both. A pid file alone proves nothing, for the number
+# may belong to another process by now.
 owns() {
   local name
   read -r name < "/proc/$1/comm" || return 1
-  [[ " $DAEMONS " == *" $name "* ]] && grep -qazF -- "$2/" "/proc/$1/cmdline" "/proc/$1/environ"
+  [[ " $DAEMONS " == *" $name "* ]] || return 1
+  grep -qazF -- "$2/" "/proc/$1/cmdline" "/proc/$1/environ" || [[ $(readlink "/proc/$1/cwd") == "$2"/* ]]
 } 2> /dev/null
 
 # Pids of the daemons of the testbed at $1 whose name is in $2 (default: all).
 daemons_of() {
-  local pid
-  for pid in $(pgrep -x "$(tr ' ' '|' <<< "${2:-$DAEMONS}")"); do
+  local name pid names
+  names=$(tr ' ' '\n' <<< "${2:-$DAEMONS}")
+  while IFS=: read -r pid name; do
+    pid=${pid#/proc/} pid=${pid%/comm}
     owns "$pid" "$1" && printf '%s\n' "$pid"
-  done
+  done < <(grep -xF -- "$names" /proc/[0-9]*/comm 2> /dev/null)
   return 0
 }
 

@@ -21,12 +21,13 @@ JOB = """#!/bin/bash
 
 
 def processes_with(text: str) -> list[str]:
-    """Command lines of the processes whose command line or environment holds `text`."""
+    """Command lines of the processes whose command line, environment or folder holds `text`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             cmdline = (folder / "cmdline").read_bytes()
-            if text.encode() in cmdline or text.encode() in (folder / "environ").read_bytes():
+            where = str((folder / "cwd").readlink()) + "/"
+            if text in where or text.encode() in cmdline + (folder / "environ").read_bytes():
                 found.append(cmdline.replace(b"\0", b" ").decode())
         except OSError:
             continue

@@ -1,0 +1,29 @@
+"""What Slurm loads for a site: rendered from a TOML file, put in place, and checked on the live cluster."""
+
+from __future__ import annotations
+
+from hybridsched.slurmfiles.checks import Finding, Level, examine, exit_status
+from hybridsched.slurmfiles.facts import ClusterFacts, SlurmUnreachableError, gather
+from hybridsched.slurmfiles.install import Change, InstallError, Plan, apply, plan
+from hybridsched.slurmfiles.render import render
+from hybridsched.slurmfiles.site import Site, SiteError, load_site, parse_site
+
+__all__ = [
+    "Change",
+    "ClusterFacts",
+    "Finding",
+    "InstallError",
+    "Level",
+    "Plan",
+    "Site",
+    "SiteError",
+    "SlurmUnreachableError",
+    "apply",
+    "examine",
+    "exit_status",
+    "gather",
+    "load_site",
+    "parse_site",
+    "plan",
+    "render",
+]
