@@ -289,3 +289,71 @@ def policy(redis_option: str | None, pool: str, speed: float, standby: bool) -> 
         await run_policy(redis_url=url, pool=pool, speed=speed, standby=standby)
 
     _run(start, redis_option)
+
+
+@worker.command()
+@_common
+@click.option("--model", required=True, callback=_model, help="The model it serves.")
+@click.option("--replica", callback=_name, help="Its name in the pool; default: by its Slurm job.")
+@click.option(
+    "--port", default=0, type=click.IntRange(0, 65_535), help="The engine's port; 0 takes a free one."
+)
+@click.option(
+    "--gpu-probe",
+    default="nvidia-smi",
+    show_default=True,
+    envvar="HYBRIDSCHED_GPU_PROBE",
+    metavar="PROGRAM",
+    help="Asked when the engine dies. Any other gets the GPUs and ends with 1 when one is broken.",
+)
+@click.option(
+    "--start-timeout",
+    default=1800.0,
+    show_default=True,
+    envvar="HYBRIDSCHED_START_S",
+    type=click.FloatRange(min=1),
+    help="Seconds until the engine must be healthy.",
+)
+@click.option(
+    "--drain",
+    default=30.0,
+    show_default=True,
+    envvar="HYBRIDSCHED_DRAIN_S",
+    type=click.FloatRange(min=0),
+    help="Seconds that requests in flight get when the replica is told to stop.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def replica(
+    ctx: click.Context,
+    redis_option: str | None,
+    pool: str,
+    speed: float,
+    model: str,
+    replica: str | None,
+    port: int,
+    gpu_probe: str,
+    start_timeout: float,
+    drain: float,
+    command: tuple[str, ...],
+) -> None:
+    """Run an engine and the online worker beside it, as one Slurm job.
+
+    COMMAND, after `--`, starts the engine; {port} in it becomes the engine's port, and `simulated` as its
+    first word is the simulated engine. SIGTERM and SIGUSR2: take no request any more, end those in flight,
+    end the engine. Exit status: 0 told to stop, 69 the GPU is gone, 70 the engine died, 78 it did not start.
+    """
+    from hybridsched.cli.replica import replica_job
+
+    job = replica_job(
+        pool=pool,
+        model=model,
+        replica=replica,
+        command=command,
+        port=port,
+        speed=speed,
+        gpu_probe=gpu_probe,
+        start_s=start_timeout,
+        drain_s=drain,
+    )
+    ctx.exit(_run(job, redis_option))

@@ -90,6 +90,8 @@ class ReplicaView(Value, frozen=True, kw_only=True):
 
     replica: str
     model: str
+    node: str = ""
+    """The node it runs on, as Slurm names it; empty outside Slurm."""
     online_inflight: Signal = UNKNOWN
     """Online requests that the replica's worker holds (sent to the engine or about to be)."""
     online_idle_ms: Signal = UNKNOWN

@@ -134,6 +134,11 @@ class Keys:
         """Integer without TTL: raised by every claim of a lane."""
         return f"{self.prefix}lane-holder-fence"
 
+    @property
+    def gpu_reports(self) -> str:
+        """Hash: Slurm job -> JSON of `store.gpu_reports.GpuReport`: GPUs that a replica's job found gone."""
+        return f"{self.prefix}gpu-reports"
+
     # policy, leader, operators, logs
 
     @property

@@ -56,6 +56,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
     node: str = ""
     """The node it runs on, as Slurm names it; empty outside Slurm."""
+    job: str = ""
+    """Slurm's id of its job; empty outside Slurm."""
     online_inflight: int | None = None
     online_idle_ms: float | None = None
     """How long the worker has held no request at the time of publication; 0 while it holds any."""
@@ -107,6 +109,7 @@ def replica_view(record: ReplicaRecord, now_ms: float) -> ReplicaView:
     return ReplicaView(
         replica=record.replica,
         model=record.model,
+        node=record.node,
         online_inflight=_signal(record.online_inflight, since),
         online_idle_ms=_signal(record.online_idle_ms, since),
         engine_healthy=_signal(engine.healthy, _add(engine.health_age_ms, since)),

@@ -56,7 +56,10 @@ class OnlineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OnlineWorker:
-    """One replica's loop. `lane` is the shared lane on its engine; None when no offline work may share it."""
+    """One replica's loop. `lane` is the shared lane on its engine; None when no offline work may share it.
+
+    `node` and `job` say where it runs in Slurm.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,8 @@ class OnlineWorker:
         lane: str | None = "",
         speed: float = 1.0,
         sampler: GpuSampler | None = None,
+        node: str = "",
+        job: str = "",
         options: OnlineOptions | None = None,
     ) -> None:
         self._options = options = options or OnlineOptions()
@@ -119,6 +124,8 @@ class OnlineWorker:
             counts=self.counts,
             watch=self.watch,
             sampler=sampler,
+            node=node,
+            job=job,
         )
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -97,12 +97,16 @@ class TelemetryPublisher:
         counts: OnlineCounts,
         watch: EngineWatch,
         sampler: GpuSampler | None = None,
+        node: str = "",
+        job: str = "",
     ) -> None:
         self._store = store
         self._replica = replica
         self._model = model
         self._lane = lane
         self._url = url
+        self._node = node
+        self._job = job
         self._counts = counts
         self._watch = watch
         self._sampler = sampler
@@ -131,6 +135,8 @@ class TelemetryPublisher:
             model=self._model,
             lane=self._lane,
             url=self._url,
+            node=self._node,
+            job=self._job,
             online_inflight=self._counts.inflight,
             online_idle_ms=self._counts.idle_ms(),
             engine=engine,
