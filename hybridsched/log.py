@@ -6,6 +6,7 @@ import logging
 import sys
 from typing import Any, cast
 
+import stamina.instrumentation
 import structlog
 
 
@@ -37,3 +38,13 @@ def configure(*, level: str = "info", json_lines: bool | None = None) -> None:
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     """A logger bound to the name of its component."""
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(component=name))
+
+
+def keep_stdout_clean() -> None:
+    """Have retries reported through `logging` in a program that has not set up structlog.
+
+    stamina reports each retry through structlog, which prints on stdout until somebody configures it; the
+    stdout of an online service that imports our client is not ours to write on.
+    """
+    if not structlog.is_configured():
+        stamina.instrumentation.set_on_retry_hooks((stamina.instrumentation.LoggingOnRetryHook,))

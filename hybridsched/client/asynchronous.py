@@ -16,6 +16,7 @@ import stamina
 from hybridsched.client.errors import QueueFull, RetryBudgetExhausted
 from hybridsched.client.requests import Reply, build_request, checked, to_reply
 from hybridsched.client.waiting import Waiter
+from hybridsched.log import keep_stdout_clean
 from hybridsched.store.connection import async_client, explain
 from hybridsched.store.errors import StoreError
 from hybridsched.store.online import OnlineQueue
@@ -61,6 +62,7 @@ class AsyncClient:
         patience_s: float = 10.0,
         limits: QueueLimits | None = None,
     ) -> None:
+        keep_stdout_clean()
         self._url = url
         self._default_timeout_s = default_timeout_s
         self._max_waiting = max_waiting

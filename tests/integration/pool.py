@@ -94,6 +94,8 @@ class Pool:
 
     def start_all(self) -> None:
         self.start("valkey")
+        published = self.cli("pool", "policy", "set", "idle-window")
+        assert published.returncode == 0, published.stderr
         for name in self.commands():
             self.start(name)
 

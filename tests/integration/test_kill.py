@@ -111,7 +111,7 @@ async def test_kill_in_the_middle(pool: Pool, victim: str, tmp_path: Path) -> No
     assert outcomes["ok"] >= 0.5 * sum(outcomes.values()), (outcomes, pool.logs())
 
     waited = await asyncio.to_thread(
-        pool.cli, "batch", "wait", batch["id"], "--timeout", "120", timeout_s=150
+        pool.cli, "batch", "wait", batch["id"], "--timeout", "120s", timeout_s=150
     )
     assert waited.returncode == 0, (waited.stdout, waited.stderr, pool.logs())
     rows = results(output)
