@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -244,11 +245,10 @@ class CommandCluster:
                     self._give_up_json("squeue", str(error))
             else:
                 self._judge_json("squeue", said)
-        fields = parse_text.SQUEUE_FIELDS
-        said = await self._read(
-            "show the jobs", "squeue", "--all", "--states=all", "--noheader", "-o", fields
-        )
-        return parse_text.parse_jobs(said.text)
+        mark = secrets.token_hex(12)
+        form = parse_text.squeue_format(mark)
+        said = await self._read("show the jobs", "squeue", "--all", "--states=all", "--noheader", "-o", form)
+        return parse_text.parse_jobs(said.text, mark)
 
     async def _nodes_json(self, picked: list[str]) -> tuple[Node, ...] | None:
         """None: JSON is not to be had, read the text."""

@@ -1,9 +1,10 @@
 """Slurm's text outputs, for where it has no JSON: `scontrol -o show …`, `scontrol show config`, `squeue -o`.
 
 Values may hold blanks, equal signs and whatever an administrator typed. A record of `scontrol -o` is cut at
-the keys that Slurm is known to print; the first of each counts, because what is free text (`Reason=`,
-`Comment=`) comes after all that is read here. Job names and comments are their users' own, and could spell
-out another job's record: so jobs are never read from `scontrol`, but from `squeue` with the free texts last.
+the keys that Slurm is known to print; the first of each counts, because all that is free text (`Reason=`,
+`Comment=`, `Extra=`) comes after what is read here. Job names and comments are their users' own, may hold
+line breaks, and could spell out another job's record: so jobs are never read from `scontrol`, but from
+`squeue` with a mark in its format that nobody can foresee.
 
 Times must have been printed under `SLURM_TIME_FORMAT=%s`.
 """
@@ -55,8 +56,12 @@ RESERVATION_KEYS = _keys(
     """
 )
 
-SQUEUE_FIELDS = "%A|%F|%K|%P|%u|%T|%N|%b|%S|%l|%V|%e|%Q|%r|%k|%j"
-"""One job a line; nothing of a user's making before the last two fields. Slurm writes no bar in the rest."""
+_SQUEUE = "%A|%F|%K|%P|%u|%T|%N|%b|%S|%l|%V|%e|%Q|%r|"
+
+
+def squeue_format(mark: str) -> str:
+    """The `-o` of squeue for `parse_jobs`; `mark` must be new for each call, of letters and digits."""
+    return f"{mark}|{_SQUEUE}{mark}%k{mark}%j{mark}"
 
 
 def records(text: str, keys: tuple[str, ...]) -> list[dict[str, str]]:
@@ -69,9 +74,11 @@ def records(text: str, keys: tuple[str, ...]) -> list[dict[str, str]]:
         found: dict[str, str] = {}
         marks = list(cut.finditer(line))
         for i, mark in enumerate(marks):
-            free = mark[1] in ("Reason", "Comment")
+            free = mark[1] == "Reason"
             end = len(line) if free or i + 1 == len(marks) else marks[i + 1].start()
-            found.setdefault(mark[1], line[mark.end() : end].strip())
+            value = line[mark.end() : end].strip()
+            # A key that a newer Slurm prints stands behind the value of the one before it.
+            found.setdefault(mark[1], value if free else value.partition(" ")[0])
             if free:
                 break
         out.append(found)
@@ -87,7 +94,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
             states=node_states(_needed(r, "State")),
             gres=parse_gres(r.get("Gres")),
             gres_used=parse_gres(r.get("GresUsed")),
-            reason=re.sub(r"\s*\[[^\[\]]*@[^\[\]]*\]$", "", nothing(r.get("Reason"))),
+            reason=_reason(r.get("Reason", "")),
             partitions=tuple(filter(None, nothing(r.get("Partitions")).split(","))),
         )
         for r in records(text, NODE_KEYS)
@@ -131,65 +138,53 @@ def parse_reservations(text: str) -> list[tuple[Reservation, str]]:
     ]
 
 
-def parse_jobs(text: str) -> list[tuple[Job, str]]:
-    """`squeue --noheader --states=all -o SQUEUE_FIELDS`: each with its node list, not expanded.
+def parse_jobs(text: str, mark: str) -> list[tuple[Job, str]]:
+    """`squeue --noheader --states=all -o squeue_format(mark)`: each with its node list, not expanded.
 
     The number of restarts is not among squeue's short fields: it stays unknown.
     """
-    jobs = []
-    seen: set[str] = set()
-    for line in text.splitlines():
-        if not line.strip():
-            continue
-        fields = line.split("|", 15)
-        if len(fields) != 16 or not fields[0].isdigit():
-            raise unreadable("a line of squeue", line)
-        if fields[0] in seen:  # a line break in somebody's job name or comment
-            raise unreadable("two lines of squeue speak of one job", line)
-        seen.add(fields[0])
-        (
-            number,
-            array,
-            task,
-            partition,
-            user,
-            word,
-            nodes,
-            gres,
-            start,
-            limit,
-            submit,
-            end,
-            priority,
-            reason,
-        ) = fields[:14]
-        state, flags = job_state([word])
-        is_array = task not in ("N/A", "")
-        jobs.append(
-            (
-                Job(
-                    id=int(number),
-                    name=fields[15],
-                    user=user,
-                    partition=partition,
-                    state=state,
-                    flags=flags,
-                    reason=nothing(reason),
-                    gres=parse_gres(gres),
-                    comment=nothing(fields[14]),
-                    priority=_number(priority),
-                    submit_ms=epoch_ms(submit),
-                    start_ms=None if state == "PENDING" else epoch_ms(start),
-                    end_ms=epoch_ms(end) if state in ENDED else None,
-                    time_limit_ms=minutes_ms(limit),
-                    array_job=int(array) if is_array and array.isdigit() else None,
-                    array_task=int(task) if task.isdigit() else None,
-                    array_waiting=task if is_array and not task.isdigit() else "",
-                ),
-                nothing(nodes),
-            )
-        )
-    return jobs
+    return [_job(record) for record in _marked(text, mark)]
+
+
+def _marked(text: str, mark: str) -> list[list[str]]:
+    """Records of 14 fields, comment and name."""
+    pieces = text.split(mark)
+    if len(pieces) % 4 != 1 or any(p.strip() for p in pieces[::4]):
+        raise unreadable("squeue printed something beside the jobs", text[:200])
+    found = []
+    for i in range(1, len(pieces), 4):
+        fields = pieces[i].split("|")
+        if len(fields) != 16 or not fields[1].isdigit():
+            raise unreadable("a record of squeue", pieces[i])
+        found.append([*fields[1:15], pieces[i + 1], pieces[i + 2]])
+    return found
+
+
+def _job(fields: list[str]) -> tuple[Job, str]:
+    number, array, task, partition, user, word, nodes, gres, start, limit, submit, end = fields[:12]
+    priority, reason, comment, name = fields[12:]
+    state, flags = job_state([word])
+    is_array = task not in ("N/A", "")
+    value = Job(
+        id=int(number),
+        name=name,
+        user=user,
+        partition=partition,
+        state=state,
+        flags=flags,
+        reason=nothing(reason),
+        gres=parse_gres(gres),
+        comment=nothing(comment),
+        priority=_number(priority),
+        submit_ms=epoch_ms(submit),
+        start_ms=None if state == "PENDING" else epoch_ms(start),
+        end_ms=epoch_ms(end) if state in ENDED else None,
+        time_limit_ms=minutes_ms(limit),
+        array_job=int(array) if is_array and array.isdigit() else None,
+        array_task=int(task) if task.isdigit() else None,
+        array_waiting=task if is_array and not task.isdigit() else "",
+    )
+    return value, nothing(nodes)
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -214,6 +209,12 @@ def parse_version(text: str) -> tuple[int, int]:
     if not found:
         raise unreadable("a Slurm version is written major.minor.micro", text)
     return int(found[1]), int(found[2])
+
+
+def _reason(text: str) -> str:
+    """Without who gave it and when (`… [root@1795994605]`), and without the comments that follow it."""
+    stamped = re.match(r"(.*?)\s*\[[^\[\]\s]+@[^\[\]\s]+\](?:\s|$)", text)
+    return nothing(stamped[1] if stamped else re.split(r"\s(?:Comment|Extra)=", text)[0])
 
 
 def _needed(record: dict[str, str], key: str) -> str:
