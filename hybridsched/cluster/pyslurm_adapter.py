@@ -2,7 +2,7 @@
 
 pyslurm lives in a child process (see `pyslurm_host`), which is killed when a call takes too long and started
 anew for the next. What pyslurm gets wrong or cannot do goes through Slurm's commands: the live GRES count,
-jobs with a signal, the configuration, node lists.
+the configuration, node lists.
 """
 
 from __future__ import annotations
@@ -17,10 +17,19 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from hybridsched.cluster import checks
-from hybridsched.cluster.commands import CommandCluster
+from hybridsched.cluster.commands import CommandCluster, sbatch_environment
 from hybridsched.cluster.pyslurm_host import Reply, Request
 from hybridsched.cluster.run import base_environment
-from hybridsched.cluster.values import ClusterError, Job, JobChange, JobSpec, Node, Partition, Reservation
+from hybridsched.cluster.values import (
+    ClusterError,
+    Gres,
+    Job,
+    JobChange,
+    JobSpec,
+    Node,
+    Partition,
+    Reservation,
+)
 from hybridsched.process import die_with_parent
 
 _BIGGEST_ANSWER = 256 * 1024 * 1024
@@ -67,9 +76,8 @@ class PyslurmCluster:
 
     async def submit(self, spec: JobSpec) -> int:
         spec = checks.spec(spec)
-        if spec.signal is not None:  # pyslurm takes it and drops it
-            return await self._commands.submit(spec)
-        return await self._call(int, "submit", spec=spec, environment=dict(self._environment))
+        environment = sbatch_environment(spec, self._environment)
+        return await self._call(int, "submit", spec=spec, environment=environment)
 
     async def signal(self, job: int, name: str, *, steps: bool = False) -> None:
         checks.job_id(job)
@@ -92,7 +100,12 @@ class PyslurmCluster:
     async def nodes(self, names: Collection[str] = ()) -> tuple[Node, ...]:
         picked = [checks.one_node(n) for n in names]
         found = await self._call(list[Node], "nodes")
-        return tuple(n for n in found if not picked or n.name in picked)
+        holding = [j for j in await self.jobs() if j.running or j.leaving]
+        return tuple(
+            msgspec.structs.replace(n, gres_used=_used(n, holding))
+            for n in found
+            if not picked or n.name in picked
+        )
 
     async def drain(self, node: str, reason: str) -> None:
         await self._call(None, "drain", checks.one_node(node), checks.reason(reason))
@@ -201,3 +214,19 @@ class PyslurmCluster:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()
+
+
+def _used(node: Node, holding: list[Job]) -> tuple[Gres, ...]:
+    """What jobs hold of each GRES of a node. An ask without a type counts for each type there is."""
+    asked = [g for j in holding if node.name in j.nodes for g in j.gres]
+    kinds = list(dict.fromkeys([(g.name, g.type) for g in (*node.gres, *asked)]))
+    typed = {name for name, kind in kinds if kind}
+    return tuple(
+        Gres(
+            name=name,
+            type=kind,
+            count=sum(g.count for g in asked if g.name == name and g.type in (None, kind)),
+        )
+        for name, kind in kinds
+        if kind or name not in typed
+    )

@@ -4,7 +4,9 @@ The module is an argument: nothing here imports it. Faults that are stepped arou
 
 - an array's task 0 reads as no task (0 is taken for NO_VAL): told apart by the tasks that still wait;
 - a signal sent to a job that waits makes an error of a thing that is none: the state is asked first;
-- `JobSubmitDescription` needs `environment`; it takes `signal` and never sends it (not used here);
+- `JobSubmitDescription` needs `environment`, and signals by their full name (`SIGUSR2`);
+- `Node.allocated_gres` knows only what is accounted as a TRES, and typed GRES twice: the adapter counts from
+  the jobs instead;
 - `Node(configured_gres=)` changes nothing, `Job.get_resource_layout_per_node` ends the process with a
   segmentation fault on a running job, `Reservation.create` aborts it: none of them is called.
 """
@@ -65,11 +67,10 @@ class Calls:
             "qos": spec.qos,
             "user_id": spec.user,
             "priority": 0 if spec.hold else None,
+            "signal": None if spec.signal is None else _full_signal(spec.signal),
         }
         given = {k: v for k, v in fields.items() if v is not None}
-        description = self._slurm.JobSubmitDescription(
-            environment={**environment, **spec.environment}, **given
-        )
+        description = self._slurm.JobSubmitDescription(environment=environment, **given)
         return int(description.submit())
 
     def signal(self, job: int, name: str, steps: bool) -> None:
@@ -165,7 +166,6 @@ def _node(n: Any) -> Node:
         host=_text(n.hostname) or str(n.name),
         states=node_states(str(n.state)),
         gres=_gres(n.configured_gres),
-        gres_used=_gres(n.allocated_gres),
         reason=_text(n.reason),
         partitions=tuple(n.partitions or ()),
     )
@@ -241,6 +241,12 @@ def _ms(value: Any) -> float | None:
 
 def _text(value: Any) -> str:
     return nothing(None if value is None else str(value))
+
+
+def _full_signal(text: str) -> str:
+    """`B:USR2@60` as `B:SIGUSR2@60`."""
+    flags, mark, name = text.rpartition(":")
+    return f"{flags}{mark}SIG{name.removeprefix('SIG')}"
 
 
 def _span(minutes: int | None) -> str | None:

@@ -45,15 +45,17 @@ class Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def answer(calls: Calls, line: bytes) -> Reply:
     """The reply to one request. Never raises: what goes wrong is the reply."""
+    op = "a call"
     try:
         request = msgspec.json.decode(line, type=Request)
+        op = request.op
         call = calls.table()[request.op]
         extra = [x for x in (request.spec, request.environment, request.change) if x is not None]
         return Reply(value=call(*request.args, *extra))
     except ClusterError as error:
         return Reply(failure=Failure(message=str(error), code=error.code, retryable=error.retryable))
     except Exception as error:  # noqa: BLE001 - whatever pyslurm raises belongs to the caller
-        told = refusal(f"do {line[:40].decode('utf-8', 'replace')}…", f"{type(error).__name__}: {error}")
+        told = refusal(f"do {op} by pyslurm", f"{type(error).__name__}: {error}")
         return Reply(failure=Failure(message=str(told), code=told.code, retryable=told.retryable))
 
 

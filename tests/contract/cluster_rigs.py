@@ -124,6 +124,17 @@ class RealRig:
             self.testbed.run("scontrol", "delete", f"reservationname={name}")
 
 
+class RealPyslurmRig(RealRig):
+    """pyslurm itself on real daemons: where both are, as in the root of slurm/pyslurm-root.sh."""
+
+    def __init__(self, testbed: Testbed) -> None:
+        super().__init__(testbed)
+        environment = {**testbed.env, "PYTHONPATH": str(ROOT)}
+        self.cluster = PyslurmCluster(
+            commands=CommandCluster(environment=testbed.env), environment=environment
+        )
+
+
 class StandinCommands(CommandCluster):
     """What the pyslurm adapter leaves to the commands, done on the stand-in's state."""
 
@@ -138,10 +149,6 @@ class StandinCommands(CommandCluster):
     async def config(self, keys: Collection[str]) -> dict[str, str]:
         with self._rig.state() as slurm:
             return {k: slurm.config[k] for k in keys if k in slurm.config}
-
-    async def submit(self, spec: JobSpec) -> int:
-        with self._rig.state() as slurm:
-            return slurm.submit(spec)
 
     async def expand(self, nodes: str) -> tuple[str, ...]:
         return tuple(filter(None, nodes.split(",")))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,11 @@ def _gres_dict(gres: tuple[Gres, ...]) -> dict[str, int]:
     return {f"{g.name}:{g.type}" if g.type else g.name: g.count for g in gres}
 
 
+def _accounted(gres: tuple[Gres, ...]) -> dict[str, int]:
+    """Of `Node.allocated_gres`: only what is accounted, and the typed ones twice."""
+    return {k: g.count for g in gres if g.name == "gpu" for k in ("gpu", f"gpu:{g.type}")}
+
+
 def _noval(value: int | None) -> int | None:
     """The real one's u32_parse takes 0 for nothing."""
     return value or None
@@ -85,6 +91,8 @@ class JobSubmitDescription:
         if not f.get("script"):
             raise ValueError("You need to provide a batch script.")
         limit = f.get("time_limit")
+        if f.get("signal") and not re.fullmatch(r"(B:)?SIG[A-Z0-9]+(@\d+)?", f["signal"]):
+            raise ValueError(f"Invalid Signal: {f['signal']}.")
         with _Session() as slurm:
             return slurm.submit(
                 JobSpec(
@@ -100,6 +108,8 @@ class JobSubmitDescription:
                     comment=f.get("comment"),
                     requeue=f.get("is_requeueable"),
                     hold=f.get("priority") == 0,
+                    signal=f.get("signal"),
+                    environment=f["environment"],
                     user=f.get("user_id"),
                 )
             )
@@ -223,7 +233,7 @@ class Nodes(dict[str, Any]):
                         hostname=n.host,
                         state="+".join(n.states),
                         configured_gres=_gres_dict(n.gres),
-                        allocated_gres=_gres_dict(n.gres_used),
+                        allocated_gres=_accounted(n.gres_used),
                         reason=n.reason or None,
                         partitions=list(n.partitions),
                     )

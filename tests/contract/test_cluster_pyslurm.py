@@ -60,10 +60,21 @@ async def test_a_module_that_is_not_there_is_told_with_the_remedy() -> None:
     await cluster.close()
 
 
-async def test_a_job_with_a_signal_goes_by_sbatch(rig: StandinRig) -> None:
-    number = await rig.cluster.submit(offline(rig, signal="B:USR2@60"))
-    (job,) = await rig.cluster.jobs(ids=[number])
-    assert job.name == "hs-test"
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("B:USR2@60", "B:SIGUSR2@60"),
+        ("USR2", "SIGUSR2"),
+        ("B:SIGTERM", "B:SIGTERM"),
+        ("TERM@30", "SIGTERM@30"),
+    ],
+)
+async def test_signals_go_by_their_full_name(rig: StandinRig, given: str, sent: str) -> None:
+    number = await rig.cluster.submit(offline(rig, signal=given))
+    with rig.state() as slurm:
+        spec = slurm.jobs[number].spec
+    assert spec.signal == sent
+    assert spec.environment["SBATCH_SIGNAL"] == given, "where a job_submit plugin sees it"
 
 
 async def test_task_0_of_an_array_is_a_task(rig: StandinRig) -> None:
