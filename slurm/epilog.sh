@@ -37,15 +37,17 @@ note() {
 # Pids of the job's processes on this node. This script and Slurm's own daemons are no such processes, though they
 # carry the same environment.
 left_processes() {
-  local pid name
+  local pid name its
   while read -r pid; do
     [[ $pid != "$$" && $pid != "$BASHPID" && $pid != "$PPID" ]] || continue
     [[ $(stat -c %u "/proc/$pid" 2> /dev/null) == "$uid" ]] || continue
     grep -qazxF -- "SLURMD_NODENAME=$node" "/proc/$pid/environ" 2> /dev/null || continue
     read -r name 2> /dev/null < "/proc/$pid/comm" || continue
     case $name in slurmstepd | slurmd | slurmctld | slurmscriptd) continue ;; esac
-    # The epilog's own children are in its process group.
-    [[ $(ps -o pgid= -p "$pid" 2> /dev/null | tr -d ' ') != "$group" ]] || continue
+    # Prologs and epilogs carry a job's variables too, and one more; this one's children are in its process group.
+    grep -qazE '^SLURM_SCRIPT_CONTEXT=(prolog|epilog)_slurmd$' "/proc/$pid/environ" 2> /dev/null && continue
+    its=$(ps -o pgid= -p "$pid" 2> /dev/null | tr -d ' ')
+    [[ $its && $its != "$group" ]] || continue
     printf '%s\n' "$pid"
   done < <(grep -lazxF -- "SLURM_JOB_ID=$job" /proc/[0-9]*/environ 2> /dev/null | cut -d/ -f3)
 }

@@ -46,12 +46,13 @@ bounded() {
   shift
   said=''
   out=$(mktemp "${TMPDIR:-/tmp}/hybridsched.XXXXXX" 2> /dev/null) || out=/dev/null
-  "$@" > "$out" 2>&1 < /dev/null &
+  # A session of its own, so that what the probe has started goes with it.
+  setsid "$@" > "$out" 2>&1 < /dev/null &
   pid=$!
   deadline=$((SECONDS + limit + 1))
   while kill -0 "$pid" 2> /dev/null; do
     if ((SECONDS >= deadline)); then
-      kill -KILL "$pid" 2> /dev/null
+      kill -KILL -- "-$pid" "$pid" 2> /dev/null
       disown "$pid" 2> /dev/null
       [[ $out == /dev/null ]] || rm -f -- "$out"
       return 124

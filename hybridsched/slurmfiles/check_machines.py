@@ -63,7 +63,7 @@ def _parked(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
         )
         return
     problems = []
-    if name not in nodes_of(facts, part):
+    if part in facts.partitions and name not in nodes_of(facts, part):
         problems.append(f"is not in partition {part}")
     if gres not in gres_counts(node.get("Gres", "")):
         problems.append(f"has no {gres}")

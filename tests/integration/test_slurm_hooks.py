@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import wait_until
+from tests.integration.test_slurm_testbed import processes_with
 from tests.slurm import Testbed
 
 LINES = """#!/bin/bash
@@ -96,7 +98,9 @@ def test_a_probe_that_proves_nothing_does_not_drain(
     job = clean_slurm.sbatch("--nodelist=n1", script=LINES + "echo ran\n")
     clean_slurm.wait_job(job, "COMPLETED")
     assert "ran" in clean_slurm.output(job)
-    assert "DRAIN" not in clean_slurm.node("n1")["State"]
+    node = clean_slurm.node("n1")
+    assert "DRAIN" not in node["State"], f"{node.get('Reason')}: {clean_slurm.log('hooks')[-2000:]}"
+    assert "sleep 600" not in "".join(processes_with(f"SLURM_JOB_ID={job}")), "the probe left a process"
     said = [line for line in clean_slurm.log("hooks").splitlines() if f"prolog job={job} " in line]
     assert bool(said) is (body != "exit 0")
 
@@ -177,3 +181,22 @@ def test_the_epilog_leaves_another_job_of_the_user_alone(clean_slurm: Testbed) -
     assert (shm / "staged").exists()
     slurm.run("scancel", "--signal=KILL", "--full", str(long))
     wait_until(lambda: not (shm / "staged").exists(), timeout_s=30, what="the epilog of the long job")
+
+
+def test_two_epilogs_of_one_job_leave_each_other_alone(clean_slurm: Testbed) -> None:
+    """A busy slurmctld asks again, and slurmd may then run a second one beside the first."""
+    epilog = clean_slurm.state / "etc" / "epilog.sh"
+    env = {
+        "SLURM_JOB_ID": "999999",
+        "SLURM_JOB_UID": str(os.geteuid()),
+        "SLURMD_NODENAME": "n1",
+        "SLURM_SCRIPT_CONTEXT": "epilog_slurmd",
+    }
+    for _ in range(5):
+        running = [
+            subprocess.Popen([epilog], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+            for _ in range(3)
+        ]
+        for process in running:
+            _, said = process.communicate(timeout=30)
+            assert (process.returncode, said) == (0, "")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +276,24 @@ def test_changes_of_jobs(
 ) -> None:
     text = f"return slurm_job_modify(job_of({literal(change)}), job_of({literal(record)}), {{}}, {uid})"
     assert int(lua.run(text)) == code
+
+
+@pytest.mark.parametrize("name", ["prolog.sh", "epilog.sh", "testbed/up", "testbed/down", "testbed/status"])
+def test_shell_scripts_parse(name: str) -> None:
+    path = SCRIPT.parent / name
+    assert path.stat().st_mode & 0o111, f"{name} cannot be run"
+    assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
+    if shellcheck := shutil.which("shellcheck"):
+        call = [shellcheck, "-x", "-P", SCRIPT.parent / "testbed", path]
+        assert subprocess.run(call, capture_output=True, text=True).stdout == ""
+
+
+def test_no_hook_calls_a_command_of_slurm() -> None:
+    """slurmctld waits for them: a command that asks it would wait for itself."""
+    for name in ("prolog.sh", "epilog.sh"):
+        code = "\n".join(
+            line
+            for line in (SCRIPT.parent / name).read_text().splitlines()
+            if not line.lstrip().startswith("#")
+        )
+        assert not re.search(r"\b(scontrol|squeue|sinfo|sacct|scancel|srun|sbatch|sacctmgr)\b", code)

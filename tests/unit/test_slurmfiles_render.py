@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hybridsched.cli.slurm import slurm
 from hybridsched.slurmfiles import Site, SiteError, load_site, parse_site, render
 from hybridsched.slurmfiles.records import entries, gres_counts
+from hybridsched.slurmfiles.site import Nodes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "slurm"
@@ -148,3 +149,13 @@ def test_render_command(tmp_path: Path) -> None:
 )
 def test_gres_counts(text: str, counts: dict[str, int]) -> None:
     assert gres_counts(text) == counts
+
+
+def test_every_key_is_documented() -> None:
+    text = (ROOT / "docs" / "slurm-site.md").read_text()
+    for name, field in Site.model_fields.items():
+        table = type(field.default) if name != "nodes" else Nodes
+        for key, sub in table.model_fields.items():
+            assert f"| `{name}.{key}` |" in text
+            assert sub.description, f"{name}.{key} has no description"
+            assert sub.description in text
