@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -280,13 +281,19 @@ def _slurm_job(
 @worker.command()
 @_common
 @click.option("--standby/--no-standby", default=True, help="Wait for the lead when another worker holds it.")
-def policy(redis_option: str | None, pool: str, speed: float, standby: bool) -> None:
+@click.option(
+    "--scripts",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    envvar="HYBRIDSCHED_SCRIPTS",
+    help="Folder below which a policy's scripts of online replicas must lie; default: the working directory.",
+)
+def policy(redis_option: str | None, pool: str, speed: float, standby: bool, scripts: Path | None) -> None:
     """Measure the pool, decide which gates are open, and record why."""
 
     async def start(url: str) -> None:
         from hybridsched.workers.policy import run_policy
 
-        await run_policy(redis_url=url, pool=pool, speed=speed, standby=standby)
+        await run_policy(redis_url=url, pool=pool, speed=speed, standby=standby, scripts=scripts)
 
     _run(start, redis_option)
 

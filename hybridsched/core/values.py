@@ -133,6 +133,8 @@ class LaneView(Value, frozen=True, kw_only=True):
     foreign-load check knows how many those can be; without it, the open gate's budget is taken instead. The
     span must not be shorter than engine metrics may be old (`idle.max_metric_age_ms`).
     """
+    waiting_jobs: Signal = UNKNOWN
+    """Slurm jobs that could take the lane: work where no worker stands. Unknown outside Slurm."""
     tokens_per_s: Signal = UNKNOWN
     """Measured offline tokens (prompt + output) per second of the lane; optional, it sizes the chunks."""
 

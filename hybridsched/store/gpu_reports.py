@@ -40,6 +40,10 @@ class GpuReports:
         pipe.expire(self._key, LIFE_S)
         await pipe.execute()
 
+    async def remove(self, job: int) -> None:
+        """Forget the report of a job: it was acted on."""
+        await self._client.hdel(self._key, str(job))
+
     async def read(self) -> list[GpuReport]:
         """All reports, by job. What is none is left out."""
         found = []

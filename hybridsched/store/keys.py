@@ -135,6 +135,11 @@ class Keys:
         return f"{self.prefix}lane-holder-fence"
 
     @property
+    def slurm_status(self) -> str:
+        """String: JSON of `workers.policy_slurm_view.SlurmStatus`, PX."""
+        return f"{self.prefix}slurm-status"
+
+    @property
     def gpu_reports(self) -> str:
         """Hash: Slurm job -> JSON of `store.gpu_reports.GpuReport`: GPUs that a replica's job found gone."""
         return f"{self.prefix}gpu-reports"

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,6 +34,7 @@ from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.policy_gates import all_closed, gate_of, outcome_text, stands
 from hybridsched.workers.policy_observe import Observation, Observer
 from hybridsched.workers.policy_pace import Pace
+from hybridsched.workers.policy_slurm import SlurmSide
 from hybridsched.workers.policy_source import PolicySource
 from hybridsched.workers.policy_stats import CycleStats, WorkerStatus
 
@@ -66,17 +68,29 @@ class PolicyWorkerError(StoreError):
 
 
 class PolicyWorker:
-    """One policy worker of a pool. `speed`: how many times faster than the wall the pool's engines run."""
+    """One policy worker of a pool. `speed`: how many times faster than the wall the pool's engines run.
+
+    `slurm` does what Slurm is told, beside the cycles and never in their way; None: outside Slurm.
+    """
 
     def __init__(
-        self, client: Redis, pool: str, *, speed: float = 1.0, standby: bool = True, owner: str | None = None
+        self,
+        client: Redis,
+        pool: str,
+        *,
+        speed: float = 1.0,
+        standby: bool = True,
+        owner: str | None = None,
+        slurm: SlurmSide | None = None,
     ) -> None:
         self._client = client
         self._pool = pool
         self._keys = Keys(pool)
         self._speed = speed
         self._standby = standby
-        self._observer = Observer(client, pool)
+        self._slurm = slurm
+        waiting = (lambda: None) if slurm is None else slurm.waiting
+        self._observer = Observer(client, pool, waiting=waiting)
         self._gates = GateStore(client, pool)
         self._log = DecisionLog(client, pool)
         self.events = EventLog(client, pool)
@@ -107,6 +121,8 @@ class PolicyWorker:
                         await self.cycle()
                         await self.pace.wait(self.stats.last_ms / 1000.0)
                     else:
+                        if self._slurm is not None:
+                            self._slurm.offer(None, "")
                         await self.pace.sleep(STANDBY_POLL_S)
                     back_off = _BACK_OFF_S[0]
                     reached = True
@@ -164,6 +180,8 @@ class PolicyWorker:
         decisions = all_closed(seen.snapshot) if policy is None else decide(seen.snapshot, policy)
         # 3. Act.
         outcomes = await self._act(seen, decisions, policy)
+        if self._slurm is not None:
+            self._slurm.offer(policy, self.lease.token)
         # 4. Record.
         await self._record(seen, decisions, outcomes, policy)
         self.pace.plan(seen, decisions, policy)
@@ -204,6 +222,8 @@ class PolicyWorker:
         """An event for reports, when the lane's state or reason has changed."""
         if self._announced.get(gate.lane) != (gate.state, gate.reason):
             self._announced[gate.lane] = (gate.state, gate.reason)
+            if self._slurm is not None:
+                self._slurm.gate(gate.lane, is_open=gate.state is GateState.OPEN)
             self.events.append(
                 {"t": "gate", "lane": gate.lane, "state": gate.state, "reason": gate.reason, "mono_s": mono_s}
             )
@@ -267,6 +287,8 @@ class PolicyWorker:
 
     async def _leave(self) -> None:
         """Close what this worker opened and give the leadership up; when Redis is away the leases do both."""
+        if self._slurm is not None:
+            self._slurm.offer(None, "")
         try:
             if self.lease.token:
                 gates = [
@@ -320,8 +342,12 @@ class PolicyWorker:
         self.pace.end()
 
 
-async def run_policy(*, redis_url: str, pool: str, speed: float, standby: bool = True) -> None:
+async def run_policy(
+    *, redis_url: str, pool: str, speed: float, standby: bool = True, scripts: Path | None = None
+) -> None:
     """Run a policy worker until SIGTERM or SIGINT; then its gates are closed.
+
+    `scripts`: the folder below which the batch scripts of online replicas lie; None: the working directory.
 
     Raises:
         StoreError: the URL cannot be understood, or nothing answers there for a while at the start. Later
@@ -334,12 +360,14 @@ async def run_policy(*, redis_url: str, pool: str, speed: float, standby: bool =
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     client = async_client(redis_url, name="hybridsched-policy")
+    slurm = SlurmSide(redis_url, pool, speed=speed, scripts=scripts or Path.cwd())
     try:
         _log.info("Starting.", key="policy_start", pool=pool, redis=redact(redis_url), speed=speed)
         with store_errors(redis_url, "starting the policy worker"):
             await _reach(client)
-        await PolicyWorker(client, pool, speed=speed, standby=standby).run(stop)
+        await PolicyWorker(client, pool, speed=speed, standby=standby, slurm=slurm).run(stop)
     finally:
+        await asyncio.to_thread(slurm.end)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         await client.aclose()

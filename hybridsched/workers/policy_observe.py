@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,24 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Something was seen for the first time, or two sources disagree for a moment: look again soon."""
 
 
+class WaitingJobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Slurm jobs that want a lane, as last seen."""
+
+    seen_s: float
+    """`time.monotonic()` when that look began."""
+    pending: int
+    """Jobs that wait for a place on any node."""
+    running: dict[str, int]
+    """Jobs that have one, by node: those of them that have no lane yet are about to take one."""
+
+
 class Observer:
     """Reads a pool. Remembers its models and lanes, so that one look needs no third round trip."""
 
-    def __init__(self, client: Redis, pool: str) -> None:
+    def __init__(
+        self, client: Redis, pool: str, *, waiting: Callable[[], WaitingJobs | None] = lambda: None
+    ) -> None:
+        self._waiting = waiting
         self._client = client
         self._pool = pool
         self._keys = Keys(pool)
@@ -87,15 +101,17 @@ class Observer:
         queues, claimed = self._queues(answers[4:-1])
         replicas, disagree = _replicas(telemetry, claimed)
         unread = self._remember(telemetry, places)
+        views = [
+            _lane(lane, replica, telemetry, gates[lane]) for lane, replica in places.items() if lane in gates
+        ]
+        waiting = self._waiting()
+        if waiting is not None:
+            views = with_jobs(views, telemetry, waiting, mono_s)
         snapshot = Snapshot(
             pool=self._pool,
             now_ms=telemetry.now_ms,
             replicas=replicas,
-            lanes=tuple(
-                _lane(lane, replica, telemetry, gates[lane])
-                for lane, replica in places.items()
-                if lane in gates
-            ),
+            lanes=tuple(views),
             queues=queues,
             holds=read_holds(holds),
         )
@@ -182,6 +198,30 @@ def _lane(lane: str, replica: str, telemetry: Telemetry, gate: tuple[bytes | Non
         gate=decode_gate(raw),
         epoch=int(epoch or 0),
     )
+
+
+def with_jobs(
+    views: list[LaneView], telemetry: Telemetry, waiting: WaitingJobs, mono_s: float
+) -> list[LaneView]:
+    """The lanes, with the jobs that could take those of a Slurm node at which no worker stands.
+
+    Where none stands none of our work is in the engine, so what is there counts as somebody else's.
+    """
+    nodes = {record.replica: record.node for record in telemetry.replicas.values() if record is not None}
+    taken = Counter(
+        nodes.get(view.replica, "") for view in views if telemetry.lanes.get(view.lane) is not None
+    )
+    age_ms = (mono_s - waiting.seen_s) * 1000.0
+    out = []
+    for view in views:
+        node = nodes.get(view.replica, "")
+        if node and telemetry.lanes.get(view.lane) is None:
+            coming = max(0, waiting.running.get(node, 0) - taken[node])
+            jobs = Signal(value=float(waiting.pending + coming), age_ms=age_ms)
+            none = Signal(value=0.0, age_ms=0.0)
+            view = msgspec.structs.replace(view, waiting_jobs=jobs, offline_inflight=none)
+        out.append(view)
+    return out
 
 
 def _queue(model: str, answer: Any) -> QueueView:

@@ -35,14 +35,19 @@ class Proposal(Value, frozen=True, kw_only=True):
 PolicyFunction = Callable[[LaneFacts, PoolPolicy], Proposal]
 
 
-def without_work(lane: LaneView, max_age_ms: float) -> Proposal | None:
+def without_work(lane: LaneView, policy: PoolPolicy) -> Proposal | None:
     """A proposal when nobody stands at the lane or it has nothing to run.
+
+    On Slurm the worker comes with its job, which starts when the lane is open: a job that waits is work.
 
     A lane with work in flight is not without work, even when nothing more is queued: closing it would end
     its last lines.
     """
+    max_age_ms = policy.idle.max_telemetry_age_ms
     queued, running = lane.work.within(max_age_ms), lane.offline_inflight.within(max_age_ms)
     if queued is not None and (queued > 0 or running is None or running > 0):
+        return None
+    if lane.work.value is None and (lane.waiting_jobs.within(policy.slurm.max_age_ms) or 0.0) > 0:
         return None
     return Proposal(
         open=False,
@@ -51,5 +56,6 @@ def without_work(lane: LaneView, max_age_ms: float) -> Proposal | None:
             "work": lane.work.value,
             "age_ms": lane.work.age_ms,
             "offline_inflight": lane.offline_inflight.value,
+            "waiting_jobs": lane.waiting_jobs.value,
         },
     )

@@ -11,7 +11,7 @@ from hybridsched.core.reasons import Reason
 
 def propose(facts: LaneFacts, policy: PoolPolicy) -> Proposal:
     """Open while the lane's engine is idle, there is work, and there is room for at least one request."""
-    nothing = without_work(facts.lane, policy.idle.max_telemetry_age_ms)
+    nothing = without_work(facts.lane, policy)
     if nothing is not None:
         return nothing
     verdict = assess(facts.replica, facts.lane, facts.queue, policy.idle, now_ms=facts.now_ms)

@@ -10,7 +10,7 @@ from hybridsched.core.reasons import Reason
 
 def propose(facts: LaneFacts, policy: PoolPolicy) -> Proposal:
     """Open while the lane has work; no signal of online is looked at, only the slots it leaves."""
-    nothing = without_work(facts.lane, policy.idle.max_telemetry_age_ms)
+    nothing = without_work(facts.lane, policy)
     if nothing is not None:
         return nothing
     budget = lane_budget(facts, policy)
