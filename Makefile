@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench clean slurm-packages
 
 setup: $(STAMP)
 
@@ -17,7 +17,18 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/hybridsched demo
 
-test: $(STAMP)
+# Slurm's own daemons, for the tests against the real thing; Debian and Ubuntu. Elsewhere install them yourself.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+
+slurm-packages:
+	@if command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null; then :; \
+	elif command -v apt-get >/dev/null; then \
+	  $(SUDO) apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive $(SUDO) apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES); \
+	else echo "Slurm is not installed and there is no apt-get: tests against real daemons will be skipped." >&2; fi
+
+test: $(STAMP) slurm-packages
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)

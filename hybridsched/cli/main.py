@@ -24,6 +24,7 @@ COMMANDS: dict[str, Entry] = {
     "decisions": Entry("hybridsched.cli.decisions", "decisions", "List what the policy worker decided."),
     "demo": Entry("hybridsched.cli.demo", "demo", "Run the main job on this machine and write a report."),
     "pool": Entry("hybridsched.cli.pool", "pool", "Show and steer a pool: status, policy, holds."),
+    "slurm": Entry("hybridsched.cli.slurm", "slurm", "Render, install and check what Slurm needs."),
     "top": Entry("hybridsched.cli.decisions", "top", "Watch a pool live."),
     "why": Entry("hybridsched.cli.decisions", "why", "Say why a lane's gate is open or closed."),
     "worker": Entry("hybridsched.cli.worker", "worker", "Run one of the loops: online, offline, policy."),
