@@ -114,7 +114,7 @@ LANE_SIGNALS = {
     "offline_inflight": (Reason.TELEMETRY_MISSING, Reason.TELEMETRY_STALE),
     "work": (Reason.NO_WORK, Reason.NO_WORK),
 }
-OPTIONAL_LANE_SIGNALS = {"offline_peak", "tokens_per_s"}
+OPTIONAL_LANE_SIGNALS = {"offline_peak", "tokens_per_s", "waiting_jobs"}
 QUEUE_SIGNALS = {"depth": (Reason.QUEUE_UNKNOWN, Reason.QUEUE_UNKNOWN)}
 OPTIONAL_QUEUE_SIGNALS = {"oldest_wait_ms"}
 
@@ -174,6 +174,24 @@ def test_optional_signals_that_are_unusable_leave_the_gate_open(how: str) -> Non
     decision = one(snapshot)
     assert decision.state is GateState.OPEN
     assert decision.budget.chunk_tokens == POLICY.offline.chunk_first_tokens
+
+
+@pytest.mark.parametrize(
+    ("jobs", "state", "reason"),
+    [
+        (sig(1), GateState.OPEN, Reason.IDLE),
+        (sig(1, POLICY.slurm.max_age_ms), GateState.OPEN, Reason.IDLE),
+        (sig(1, POLICY.slurm.max_age_ms + 1), GateState.CLOSED, Reason.NO_WORK),
+        (sig(0), GateState.CLOSED, Reason.NO_WORK),
+        (UNKNOWN, GateState.CLOSED, Reason.NO_WORK),
+    ],
+)
+def test_slurm_jobs_that_wait_are_work_where_no_worker_stands(
+    jobs: Signal, state: GateState, reason: Reason
+) -> None:
+    decision = one(snap(lanes=(lane(work=UNKNOWN, waiting_jobs=jobs),)))
+    assert (decision.state, decision.reason) == (state, reason)
+    assert one(snap(lanes=(lane(work=sig(0), waiting_jobs=jobs),))).reason is Reason.NO_WORK
 
 
 def test_a_replica_or_queue_that_is_not_there_closes() -> None:

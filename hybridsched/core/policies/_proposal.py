@@ -47,7 +47,7 @@ def without_work(lane: LaneView, policy: PoolPolicy) -> Proposal | None:
     queued, running = lane.work.within(max_age_ms), lane.offline_inflight.within(max_age_ms)
     if queued is not None and (queued > 0 or running is None or running > 0):
         return None
-    if lane.work.value is None and (lane.waiting_jobs.within(policy.slurm.max_age_ms) or 0.0) > 0:
+    if queued is None and (lane.waiting_jobs.within(policy.slurm.max_age_ms) or 0.0) > 0:
         return None
     return Proposal(
         open=False,
