@@ -171,7 +171,9 @@ def _unread(name: str, signal: Signal, limit_ms: float, missing: Reason, stale: 
     if signal.known(limit_ms):
         return None
     numbers: Numbers = {name: signal.value, "age_ms": signal.age_ms, "max_age_ms": limit_ms}
-    measured = signal.age_ms is not None and Signal(value=signal.value, age_ms=0.0).known(0.0)
+    # An age that is no finite number is written as null in a record: it is missing, there as here.
+    dated = signal.age_ms is not None and signal.age_ms - signal.age_ms == 0.0
+    measured = dated and Signal(value=signal.value, age_ms=0.0).known(0.0)
     return _no(stale if measured else missing, numbers | {"signal": name})
 
 
