@@ -58,8 +58,8 @@ class Testbed:
         self.port_base = free_port_base(nodes)
         self.conf = state / "etc" / "slurm.conf"
         self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
-        # Two testbeds on one machine share node names and users: with job ids in common as well, the epilog of
-        # one would take the other's processes for its own.
+        # Two testbeds on one machine share node names and users: with job ids in common as well, the epilog
+        # of one would take the other's processes for its own.
         ids = state / "first-job.conf"
         ids.write_text(f"FirstJobId={1000 * (1 + os.getpid() % 60_000)}\n")
         self._options = [
