@@ -260,7 +260,8 @@ async def test_gates_go_on_while_slurm_hangs(valkey: redis.Redis, valkey_url: st
                     await pool.say(replica("r0", node="n1", online_inflight=1, online_idle_ms=0.0))
                     await pool.sees(GateState.CLOSED, Reason.ONLINE_ACTIVE)
                     await pool.say(replica("r0", node="n1"))
-                assert worker.stats.cycles >= cycles + 6
+                # Six states, each seen by a cycle; the first may have been there before.
+                assert worker.stats.cycles >= cycles + 5
                 assert len(cluster.calls) == 2
         finally:
             side._ended.set()
