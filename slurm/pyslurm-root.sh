@@ -77,7 +77,7 @@ if [ ! -x "$ROOT/usr/sbin/slurmctld" ]; then
     libslurm-dev python3 python3-venv python3-dev gcc libc6-dev pkg-config procps >&2
 fi
 
-if ! inside /venv/bin/python -c 'import pyslurm' 2> /dev/null; then
+if ! inside env PYSLURM_DISABLE_AUTO_INIT=1 /venv/bin/python -c 'import pyslurm' 2> /dev/null; then
   say "building pyslurm $PYSLURM"
   inside bash -ec "
     [ -d /venv ] || python3 -m venv /venv
@@ -96,7 +96,7 @@ if ! inside /venv/bin/python -c 'import pyslurm' 2> /dev/null; then
 fi
 
 say "installing what the tests import"
-inside /venv/bin/pip -q install msgspec structlog pytest pytest-asyncio pytest-timeout redis >&2
+inside /venv/bin/pip -q install msgspec stamina structlog pytest pytest-asyncio pytest-timeout redis >&2
 say "running the contract over pyslurm $PYSLURM and Slurm $(inside slurmctld -V)"
 inside env HYBRIDSCHED_REAL_PYSLURM=1 PYTHONPATH=/repo PYTHONDONTWRITEBYTECODE=1 CI=true \
   bash -c 'cd /repo && exec /venv/bin/python -m pytest -p no:cacheprovider -q tests/contract/test_cluster_contract.py -k "real-pyslurm or commands"'

@@ -48,12 +48,14 @@ class PyslurmCluster:
         module: str = "pyslurm",
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 15.0,
+        doubt_s: float = 1.0,
         python: str = sys.executable,
     ) -> None:
         self._commands = commands
         self._module = module
         self._environment = base_environment(os.environ if environment is None else environment)
         self._timeout_s = timeout_s
+        self._doubt_s = doubt_s
         self._python = python
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
@@ -158,7 +160,7 @@ class PyslurmCluster:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     child = self._child or await self._start()
-                    reply = await self._exchange(child, msgspec.json.encode(request) + b"\n")
+                    reply = await self._ask(child, msgspec.json.encode(request) + b"\n")
             except TimeoutError as error:
                 await self._stop()
                 raise ClusterError(
@@ -189,6 +191,23 @@ class PyslurmCluster:
         if hello.failure is not None:
             raise hello.failure.error()
         return self._child
+
+    async def _ask(self, child: asyncio.subprocess.Process, line: bytes) -> Reply:
+        """One exchange; where it takes long, ask `scontrol ping` whether anybody is there to answer."""
+        exchange = asyncio.create_task(self._exchange(child, line))
+        try:
+            done, _ = await asyncio.wait([exchange], timeout=self._doubt_s)
+            if not done:
+                try:
+                    await self._commands.ping()
+                except ClusterError as error:
+                    if error.code == "unreachable":
+                        raise
+            return await exchange
+        finally:
+            if not exchange.done():
+                exchange.cancel()
+                await asyncio.wait([exchange])
 
     async def _exchange(self, child: asyncio.subprocess.Process, line: bytes) -> Reply:
         if child.stdin is None or child.stdout is None:

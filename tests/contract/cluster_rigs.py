@@ -150,6 +150,10 @@ class StandinCommands(CommandCluster):
         with self._rig.state() as slurm:
             return {k: slurm.config[k] for k in keys if k in slurm.config}
 
+    async def ping(self) -> None:
+        with self._rig.state():
+            pass
+
     async def expand(self, nodes: str) -> tuple[str, ...]:
         return tuple(filter(None, nodes.split(",")))
 

@@ -113,11 +113,11 @@ async def test_json_that_cannot_be_had_is_replaced_by_text(path: Path) -> None:
 
 
 async def test_later_versions_are_read_as_json(path: Path) -> None:
-    folder = DATA / "26.05"
+    folder = DATA / "24.11"
     program(
         path,
         "scontrol",
-        f'case "$*" in *--version*) echo "slurm 26.05.5";; *--json*) cat {folder}/scontrol_node.json;;'
+        f'case "$*" in *--version*) echo "slurm 24.11.5";; *--json*) cat {folder}/scontrol_node.json;;'
         ' *hostnames*) printf "n2\\nn3\\n";; *) exit 9;; esac\n',
     )
     program(path, "squeue", f"cat {folder}/squeue.json\n")

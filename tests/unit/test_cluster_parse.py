@@ -163,9 +163,8 @@ def test_jobs_of_2205() -> None:
     assert jobs("22.05", "squeue_multi.json")[3][1] == "n[1-2]"
 
 
-@pytest.mark.parametrize("version", ["24.11", "26.05"])
-def test_jobs_of_later_versions(version: str) -> None:
-    found = {k: v[0] for k, v in jobs(version, "squeue.json").items()}
+def test_jobs_of_2411() -> None:
+    found = {k: v[0] for k, v in jobs("24.11", "squeue.json").items()}
     assert found[1].gres == (Gres(name="gpu", type="a100"), Gres(name="hsfill"))
     assert (found[1].state, found[1].restarts, found[1].time_limit_ms) == ("RUNNING", 2, 600_000)
     assert (found[2].array_job, found[2].array_task, found[2].array_waiting) == (2, None, "1-4%2")
@@ -181,9 +180,46 @@ def test_jobs_of_later_versions(version: str) -> None:
     assert found[1].array_job is None
 
 
-@pytest.mark.parametrize("version", ["24.11", "26.05"])
-def test_nodes_of_later_versions(version: str) -> None:
-    nodes = {n.name: n for n in parse_json.parse_nodes((DATA / version / "scontrol_node.json").read_bytes())}
+def test_jobs_of_2605() -> None:
+    found = jobs("26.05", "squeue.json")
+    again = found[1][0]
+    assert (again.state, again.reason, again.restarts) == ("PENDING", "BeginTime", 1)
+    assert (again.name, again.comment) == ("a name with = and spaces", "batch=b1 State=x")
+    assert again.gres == (Gres(name="hsfill"),)
+    assert again.start_ms is None
+    assert (found[2][0].array_job, found[2][0].array_waiting) == (2, "1-3%1")
+    assert (found[7][0].array_job, found[7][0].array_task, found[7][1]) == (2, 0, "n1")
+    assert found[3][0].held
+    assert (found[4][0].gres, found[4][1]) == ((Gres(name="gpu", type="a100", count=2),), "n[1-2]")
+
+
+def test_2605_reads_the_same_as_text_and_json() -> None:
+    as_json = {
+        n.name: n for n in parse_json.parse_nodes((DATA / "26.05" / "scontrol_node.json").read_bytes())
+    }
+    as_text = {n.name: n for n in parse_text.parse_nodes((DATA / "26.05" / "scontrol_node.txt").read_text())}
+    assert set(as_json) == set(as_text) == {"hspark", "n1", "n2", "n3", "n4"}
+    for name, node in as_text.items():
+        other = as_json[name]
+        assert (node.gres, node.gres_used, node.partitions) == (other.gres, other.gres_used, other.partitions)
+        assert (set(node.states), node.reason, node.host) == (set(other.states), other.reason, other.host)
+    assert as_json["n4"].draining
+    assert as_json["n4"].reason == "GPU 3 fell off = State=IDLE"
+    assert total(as_json["n2"].gres, "hsfill") == 0
+    ((night, nodes),) = parse_text.parse_reservations(
+        (DATA / "26.05" / "scontrol_reservation.txt").read_text()
+    )
+    assert (night.users, nodes) == (("root",), "n[1-2]")
+    found = {
+        p.name: p
+        for p, _ in parse_text.parse_partitions((DATA / "26.05" / "scontrol_partition.txt").read_text())
+    }
+    assert (found["offline"].grace_s, found["offline"].max_time_ms) == (30, 86_400_000)
+    assert found["online"].default
+
+
+def test_nodes_of_2411() -> None:
+    nodes = {n.name: n for n in parse_json.parse_nodes((DATA / "24.11" / "scontrol_node.json").read_bytes())}
     assert nodes["n1"].gres == (A100, Gres(name="hsfill"))
     assert nodes["n1"].usable
     assert nodes["n2"].draining
