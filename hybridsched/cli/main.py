@@ -23,6 +23,7 @@ COMMANDS: dict[str, Entry] = {
     "batch": Entry("hybridsched.cli.batch", "batch", "Submit, run and follow offline batch files."),
     "decisions": Entry("hybridsched.cli.decisions", "decisions", "List what the policy worker decided."),
     "demo": Entry("hybridsched.cli.demo", "demo", "Run the main job on this machine and write a report."),
+    "lane": Entry("hybridsched.cli.lane", "lane", "Run programs of your own while a lane is open."),
     "pool": Entry("hybridsched.cli.pool", "pool", "Show and steer a pool: status, policy, holds."),
     "slurm": Entry("hybridsched.cli.slurm", "slurm", "Render, install and check what Slurm needs."),
     "top": Entry("hybridsched.cli.decisions", "top", "Watch a pool live."),

@@ -14,6 +14,9 @@ from hybridsched.log import get_logger
 LEAVE_STATUS = 75
 """Exit status of a program that has kept its place and wants another run: EX_TEMPFAIL of sysexits.h."""
 
+HELD_VARIABLE = "HYBRIDSCHED_LANE_HELD"
+"""Set to 1 by `hybridsched lane run` for its command: it keeps the lane, and the place in Slurm."""
+
 _ATTEMPTS = 6
 _ATTEMPT_S = 10.0
 """Limit of one `scontrol requeue`; with the pauses in between, all attempts fit into a notice of 60 s."""
