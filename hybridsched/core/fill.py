@@ -105,11 +105,14 @@ class SetFill(Value, frozen=True, kw_only=True, tag="set_fill"):
     node: str
     count: int
     why: FillWhy
+    number: int = 0
+    """Tells this order from every other one, so that an answer is taken for the right one."""
 
 
 class RequeueJob(Value, frozen=True, kw_only=True, tag="requeue_job"):
     job: int
     why: RequeueWhy
+    number: int = 0
 
 
 Instruction = SetFill | RequeueJob
@@ -119,6 +122,7 @@ class Told(Value, frozen=True, kw_only=True):
     """An expectation: what was asked of Slurm and has not been seen yet."""
 
     count: int
+    number: int
     asked_ms: float
     answered_ms: float | None = None
 
@@ -127,6 +131,7 @@ class AskedToLeave(Value, frozen=True, kw_only=True):
     """The same for a requeue, of one run of a job."""
 
     started_ms: float
+    number: int
     asked_ms: float
     answered_ms: float | None = None
 
@@ -140,6 +145,8 @@ class FillState(Value, frozen=True, kw_only=True):
     """By node: the last count that was asked for and then seen."""
     leaving: dict[int, AskedToLeave] = msgspec.field(default_factory=dict)
     """By job."""
+    issued: int = 0
+    """Number of the last instruction."""
 
 
 def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillState, tuple[Instruction, ...]]:
@@ -149,6 +156,7 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
     lanes = _by_node(view.lanes)
     admitting = _above_floor(view)
     requeues: list[RequeueJob] = []
+    issued = state.issued
     for job in sorted(view.jobs, key=lambda j: j.job):
         why = _must_leave(job, lanes.get(job.node, []), view, policy)
         if why is None:
@@ -156,8 +164,9 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
             continue
         before = leaving.get(job.job)
         if before is None or _ask_again(before.asked_ms, before.answered_ms, view.now_ms, policy):
-            leaving[job.job] = AskedToLeave(started_ms=job.started_ms, asked_ms=view.now_ms)
-            requeues.append(RequeueJob(job=job.job, why=why))
+            issued += 1
+            leaving[job.job] = AskedToLeave(started_ms=job.started_ms, number=issued, asked_ms=view.now_ms)
+            requeues.append(RequeueJob(job=job.job, why=why, number=issued))
     counts: list[tuple[int, SetFill]] = []
     for node in sorted(view.nodes, key=lambda n: n.node):
         kept = [j for j in view.jobs if j.node == node.node and not j.leaving and j.job not in leaving]
@@ -176,12 +185,13 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
             continue
         if expected is None and known and settled.get(node.node) == count:
             why_count = FillWhy.RESET
-        told[node.node] = Told(count=count, asked_ms=view.now_ms)
+        issued += 1
+        told[node.node] = Told(count=count, number=issued, asked_ms=view.now_ms)
         rise = count - node.live if node.live is not None else -1
-        counts.append((rise, SetFill(node=node.node, count=count, why=why_count)))
+        counts.append((rise, SetFill(node=node.node, count=count, why=why_count, number=issued)))
     falling = [c for rise, c in counts if rise < 0]
     rising = [c for rise, c in counts if rise >= 0]
-    after = FillState(told=told, settled=settled, leaving=leaving)
+    after = FillState(told=told, settled=settled, leaving=leaving, issued=issued)
     return after, (*falling, *rising, *requeues)
 
 
@@ -191,15 +201,15 @@ def answered(state: FillState, instruction: Instruction, at_ms: float) -> FillSt
     An answer to an instruction that another has replaced changes nothing.
     """
     match instruction:
-        case SetFill(node=node, count=count):
+        case SetFill(node=node, number=number):
             told = state.told.get(node)
-            if told is None or told.count != count:
+            if told is None or told.number != number:
                 return state
             ended = msgspec.structs.replace(told, answered_ms=at_ms)
             return msgspec.structs.replace(state, told={**state.told, node: ended})
-        case RequeueJob(job=job):
+        case RequeueJob(job=job, number=number):
             asked = state.leaving.get(job)
-            if asked is None:
+            if asked is None or asked.number != number:
                 return state
             gone = msgspec.structs.replace(asked, answered_ms=at_ms)
             return msgspec.structs.replace(state, leaving={**state.leaving, job: gone})

@@ -99,7 +99,7 @@ class Pool(RuleBasedStateMachine):
         elif follows and isinstance(order, RequeueJob):
             self.jobs.pop(order.job, None)
         self.state = answered(self.state, order, self.now)
-        self.asked = {k: v for k, v in self.asked.items() if v[0] != order}
+        self.asked = {k: v for k, v in self.asked.items() if v[0].number != order.number}
 
     # -- the plan
 

