@@ -166,7 +166,7 @@ async def test_drain_and_resume(rig: Rig) -> None:
     async def usable() -> bool:  # Slurm shows it as not responding until it has pinged it
         return (await the_node(rig, "n3")).usable
 
-    await await_until(usable, what="node n3 in use")
+    await await_until(usable, timeout_s=45, what="node n3 in use")
 
 
 async def test_the_count_changes_and_the_other_gres_stay(rig: Rig) -> None:
