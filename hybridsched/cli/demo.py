@@ -74,6 +74,17 @@ import click
     metavar="URL",
     help="Use this Redis or Valkey. Default: an embedded Valkey.",
 )
+@click.option(
+    "--slurm",
+    is_flag=True,
+    help="On a private Slurm: engines are online jobs, the batch comes by sbatch. Needs Slurm's daemons.",
+)
+@click.option(
+    "--slurm-state",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="With --slurm: folder of its daemons, new or empty. Default: a temporary one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json instead of text.")
 @click.pass_context
 def demo(
@@ -89,6 +100,8 @@ def demo(
     baseline: bool,
     finish: bool,
     redis_option: str | None,
+    slurm: bool,
+    slurm_state: Path | None,
     as_json: bool,
 ) -> None:
     """Replay an online trace on simulated engines, run a batch in its gaps, and report both.
@@ -96,7 +109,12 @@ def demo(
     First the trace alone, as the baseline; then the same trace with offline work in the gaps that
     are measured. Everything runs in processes of its own on this machine. Exit status 1 when a
     line of the batch is missing or was done twice.
+
+    With --slurm the same runs as jobs of a private Slurm, which starts the offline jobs as gates open
+    and takes a GPU back from one of them on the way.
     """
+    if slurm_state is not None and not slurm:
+        raise click.UsageError("--slurm-state goes with --slurm")
     import asyncio
 
     from hybridsched import log
@@ -121,6 +139,8 @@ def demo(
         baseline=baseline,
         finish=finish,
         redis_url=redis_option or None,
+        slurm=slurm,
+        slurm_state=slurm_state,
     )
     try:
         summary = asyncio.run(run_demo(options, live=not as_json))

@@ -10,11 +10,38 @@ import redis
 
 from hybridsched.batches.layout import BatchFiles, plan_files
 from hybridsched.batches.work import WorkFolder
-from hybridsched.store.batch_values import BatchProgress, NewBatch
+from hybridsched.store.batch_values import BatchInfo, BatchProgress, NewBatch
 from hybridsched.store.batches import BatchStore, new_batch_id
 
 
-class DemoBatch:
+def result_files(report: Path) -> tuple[Path, Path]:
+    """Output and error file of the batch in a report folder."""
+    return report / "batch.output.jsonl", report / "batch.errors.jsonl"
+
+
+class RunningBatch:
+    """A batch that the pool knows."""
+
+    def __init__(self, store: BatchStore, files: BatchFiles) -> None:
+        self._store = store
+        self.files = files
+        self.id = files.batch_id
+
+    @classmethod
+    def of(cls, store: BatchStore, info: BatchInfo) -> RunningBatch:
+        """One that others have submitted."""
+        return cls(store, BatchFiles(info.id, info.input, info.output, info.errors, info.work))
+
+    def progress(self) -> BatchProgress:
+        """Counts as the store knows them: for the display, not for the report."""
+        return self._store.progress(self.id)
+
+    def ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self._store.get(self.id).status.ended
+
+
+class DemoBatch(RunningBatch):
     """One batch file under way, with its results in the report folder.
 
     Raises (from the constructor):
@@ -22,18 +49,10 @@ class DemoBatch:
     """
 
     def __init__(self, client: redis.Redis, pool: str, source: Path, report: Path) -> None:
-        self._store = BatchStore(client, pool)
-        self.id = new_batch_id()
-        work = WorkFolder.create(
-            plan_files(
-                source,
-                self.id,
-                output=report / "batch.output.jsonl",
-                errors=report / "batch.errors.jsonl",
-            )
-        )
+        output, errors = result_files(report)
+        work = WorkFolder.create(plan_files(source, new_batch_id(), output=output, errors=errors))
         try:
-            self.files: BatchFiles = work.files
+            super().__init__(BatchStore(client, pool), work.files)
             self._index = work.index
         finally:
             work.close()
@@ -55,11 +74,3 @@ class DemoBatch:
                 tokens=self._index.tokens,
             )
         )
-
-    def progress(self) -> BatchProgress:
-        """Counts as the store knows them: for the display, not for the report."""
-        return self._store.progress(self.id)
-
-    def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
-        return self._store.get(self.id).status.ended

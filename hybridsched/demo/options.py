@@ -51,6 +51,10 @@ class DemoOptions(Value, frozen=True, kw_only=True):
     baseline: bool = True
     finish: bool = False
     redis_url: str | None = None
+    slurm: bool = False
+    """On a private Slurm: engines as online jobs, the batch as offline jobs."""
+    slurm_state: Path | None = None
+    """The folder of its daemons; None: a temporary one."""
 
 
 class Plan(Value, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from hybridsched.core.values import GateState
-from hybridsched.demo.batch import DemoBatch
+from hybridsched.demo.batch import RunningBatch
 from hybridsched.demo.stack import Stack
 from hybridsched.report.record import Iteration, OnlineRow
 from hybridsched.store.gates import GateReading
@@ -82,7 +82,7 @@ class Progress:
         idle = elapsed_s * len(self._engines) - sum(self._online.values())
         return min(1.0, sum(self._offline.values()) / idle) if idle > 0 else None
 
-    def table(self, elapsed_s: float, gates: Mapping[str, GateReading], batch: DemoBatch | None) -> Table:
+    def table(self, elapsed_s: float, gates: Mapping[str, GateReading], batch: RunningBatch | None) -> Table:
         """The picture for a terminal."""
         speed = self._stack.speed
         table = Table(title=self._title(), title_justify="left", expand=False)

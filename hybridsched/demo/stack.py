@@ -69,8 +69,15 @@ class Stack(Value, frozen=True, kw_only=True):
         return self._spec(
             f"engine-{replica}",
             *("hybridsched.engines.simulated", "--host", "127.0.0.1", "--port", str(self.ports[replica])),
-            *("--served-model-name", self.model, "--profile", PROFILE, "--speed", str(self.speed)),
-            *("--max-num-seqs", str(MAX_NUM_SEQS), "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
+            *("--served-model-name", self.model, "--speed", str(self.speed)),
+            *self.engine_options(replica),
+        )
+
+    def engine_options(self, replica: str) -> tuple[str, ...]:
+        """What the simulated engine is like, and where it logs."""
+        return (
+            *("--profile", PROFILE, "--max-num-seqs", str(MAX_NUM_SEQS)),
+            *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
             *("--kv-tokens", str(max(KV_TOKENS, self.max_model_len + 16))),
             *("--max-model-len", str(self.max_model_len)),
             *("--iteration-log", str(self.iteration_log(replica))),
@@ -135,7 +142,7 @@ async def start_stack(
     engines = {replica: VllmHttpEngine(stack.url(replica)) for replica in stack.ports}
     try:
         for replica, engine in engines.items():
-            await _until(children, names, f"engine-{replica}", engine.healthy)
+            await wait_ready(children, names, f"engine-{replica}", engine.healthy)
     finally:
         for engine in engines.values():
             await engine.close()
@@ -156,16 +163,21 @@ async def start_stack(
         return stack.online_log().exists()
 
     first = next(iter(stack.ports))
-    await _until(children, names, f"online-{first}", online_there)
+    await wait_ready(children, names, f"online-{first}", online_there)
     if offline:
-        await _until(children, names, f"offline-{first}", offline_there)
-    await _until(children, names, "policy", policy_there)
-    await _until(children, names, "load", load_there)
+        await wait_ready(children, names, f"offline-{first}", offline_there)
+    await wait_ready(children, names, "policy", policy_there)
+    await wait_ready(children, names, "load", load_there)
 
 
-async def _until(
+async def wait_ready(
     children: Supervisor, names: list[str], name: str, ready: Callable[[], Awaitable[bool]]
 ) -> None:
+    """Wait for `ready`, while all of `names` run; `name` is the child whose log says why it takes so long.
+
+    Raises:
+        ChildError: it is not ready in time, or one of `names` has ended.
+    """
     deadline = time.monotonic() + READY_S
     while not await ready():
         children.ensure_running(names)

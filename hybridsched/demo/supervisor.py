@@ -38,6 +38,8 @@ class ChildSpec(Value, frozen=True, kw_only=True):
     """Where its stdout and stderr go (appended)."""
     restart: bool = True
     """Whether it is started again when it ends by itself."""
+    cwd: Path | None = None
+    """Its working directory; None: the demo's."""
 
 
 class _Child:
@@ -97,6 +99,7 @@ class Supervisor:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=self._env,
+                    cwd=spec.cwd,
                     start_new_session=True,
                     preexec_fn=die_with_parent(),
                 )

@@ -12,6 +12,7 @@ from hybridsched.core.reasons import Reason
 from hybridsched.core.values import GateState, Value
 from hybridsched.report import harvest, intervals, summary
 from hybridsched.report.intervals import Spans
+from hybridsched.report.percentiles import percentile
 from hybridsched.report.record import OnlineRow, PassRecord, RunRecord
 
 ONLINE, OFFLINE, MIXED, IDLE = "#4477aa", "#e0a526", "#bb5566", "rgba(128,128,128,0.18)"
@@ -301,7 +302,7 @@ def _values(rows: Sequence[OnlineRow], speed: float, figure: str) -> list[float]
 def _log_range(data: Sequence[dict[str, Any]], axis: str) -> list[float]:
     """From the first percentile to the largest value: tokens that arrive together have a pace near 0."""
     values = [x for one in data if one.get("xaxis", "x") == axis for x in one["x"]]
-    low = max(summary.percentile(values, 0.01) or 1.0, 0.1)
+    low = max(percentile(values, 0.01) or 1.0, 0.1)
     return [log10(low) - 0.05, log10(max([low, *values])) + 0.05]
 
 

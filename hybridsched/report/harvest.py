@@ -57,7 +57,7 @@ def work_end(record: PassRecord, remaining: int) -> float:
     if remaining > 0:
         return record.end_s
     ends = [it.e for log in record.engines for it in log.iterations if it.off > 0]
-    return min(max(ends, default=record.start_s), record.end_s)
+    return min(max([*ends, record.start_s]), record.end_s)
 
 
 def online_spans(log: EngineLog, events: Sequence[Event]) -> Spans:

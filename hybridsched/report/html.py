@@ -9,6 +9,7 @@ import msgspec
 from plotly.offline import get_plotlyjs
 
 from hybridsched.report.figures import Figure, figures
+from hybridsched.report.job_figure import job_figures
 from hybridsched.report.record import RunRecord
 
 _STYLE = """
@@ -54,7 +55,7 @@ dark.addEventListener("change", draw);
 
 def render(summary: dict[str, Any], record: RunRecord) -> str:
     """The page for a summary and the record it was made from."""
-    parts = figures(record)
+    parts = figures(record) + job_figures(record)
     payload = msgspec.json.encode(
         [{"key": part.key, "data": part.data, "layout": part.layout} for part in parts]
     )
@@ -67,6 +68,7 @@ def render(summary: dict[str, Any], record: RunRecord) -> str:
         _online_table(summary),
         *(_section(part) for part in parts),
         _engine_table(summary),
+        *_slurm_part(summary),
         f'<p class="soft">{html.escape(fidelity(summary))}</p>',
     ]
     # "</" would end the script element early wherever it stands in the data
@@ -194,6 +196,32 @@ def _engine_table(summary: dict[str, Any]) -> str:
     return "<h2>Engines</h2>" + _table(
         ["engine", "online s", "idle s", "harvested s", "both at once s", "offline tokens"], rows
     )
+
+
+def _slurm_part(summary: dict[str, Any]) -> list[str]:
+    slurm = summary.get("slurm")
+    if slurm is None:
+        return []
+    rows = [
+        [
+            str(job["id"]),
+            html.escape(job["name"]),
+            html.escape(job["partition"]),
+            html.escape(job["node"] or "–"),
+            number(job["run"]),
+            *(number(job[part], 1) for part in ("submit_s", "start_s", "end_s")),
+            html.escape(job["state"]),
+        ]
+        for job in slurm["jobs"]
+    ]
+    admission = slurm["gate_open_to_job_running_ms"]
+    said = (
+        f"Slurm {slurm['version']}. Seconds of the wall clock from the start of the trace. From a gate's "
+        f"opening to its job running: p50 {number(admission['p50'])} ms, at most "
+        f"{number(admission['max'])} ms."
+    )
+    head = ["job", "name", "partition", "node", "run", "submitted", "started", "ended", "state"]
+    return [f'<h2>Slurm jobs</h2><p class="soft">{html.escape(said)}</p>', _table(head, rows)]
 
 
 def _section(part: Figure) -> str:

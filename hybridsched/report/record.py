@@ -133,6 +133,49 @@ class PassRecord(Value, frozen=True, kw_only=True):
     """Child processes that died and were started again, by name."""
 
 
+class JobRun(Value, frozen=True, kw_only=True):
+    """One run of a job, or its wait for one. Times are seconds of the host's monotonic clock, as they were
+    seen: each is late by up to the time between two looks."""
+
+    id: int
+    name: str
+    partition: str
+    run: int
+    """1 for the first; one more after each requeue."""
+    node: str = ""
+    submit_s: float
+    """When it was submitted; of a later run: when the job was back in the queue."""
+    start_s: float | None = None
+    end_s: float | None = None
+    state: str = ""
+    """As Slurm showed it last; REQUEUED for a run that another follows."""
+
+
+class Reclaim(Value, frozen=True, kw_only=True):
+    """An extra online job that wanted a GPU that an offline job held."""
+
+    online_job: int
+    offline_job: int
+    node: str
+    submit_s: float
+    running_s: float | None = None
+    """When it ran; None: it did not."""
+
+
+class SlurmRecord(Value, frozen=True, kw_only=True):
+    """What was seen of Slurm in the together pass."""
+
+    version: str = ""
+    nodes: int = 0
+    lanes: dict[str, str] = msgspec.field(default_factory=dict)
+    """Node of each lane."""
+    look_s: float = 0.0
+    """Between two looks while jobs come up or a GPU is given back; they are rarer at other times."""
+    jobs: tuple[JobRun, ...] = ()
+    reclaims: tuple[Reclaim, ...] = ()
+    partition_offline: str = "offline"
+
+
 class RunRecord(Value, frozen=True, kw_only=True):
     """A whole run of the demo."""
 
@@ -147,6 +190,8 @@ class RunRecord(Value, frozen=True, kw_only=True):
     together: PassRecord
     baseline: PassRecord | None = None
     wall_s: float = 0.0
+    slurm: SlurmRecord | None = None
+    """None: a run without Slurm."""
 
 
 def read_online(path: Path) -> tuple[OnlineRow, ...]:

@@ -5,14 +5,15 @@ Times in the result are those of the engines' clock: measured wall durations tim
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hybridsched.core.policy import SloPolicy
 from hybridsched.report import harvest
+from hybridsched.report.percentiles import spread
 from hybridsched.report.record import OnlineRow, PassRecord, RunRecord
+from hybridsched.report.slurm import slurm_summary
 
 SCHEMA = 1
 LATE_SEND_S = 0.020
@@ -25,23 +26,6 @@ BARS: dict[str, float] = {
     "signal_path_ms": 10.0,
 }
 """The figures to reach: design figures of the project, see docs/report.md."""
-
-
-def percentile(values: Iterable[float], share: float) -> float | None:
-    """Nearest rank: the smallest value with at least `share` (0..1] of all values at or below it."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def spread(values: Sequence[float], *names: str) -> dict[str, float | None]:
-    """Percentiles by name (`p50`, `p99`, `max`), rounded to a thousandth."""
-    out: dict[str, float | None] = {}
-    for name in names:
-        value = percentile(values, 1.0 if name == "max" else float(name[1:]) / 100)
-        out[name] = None if value is None else round(value, 3)
-    return out
 
 
 def ttft_ms(row: OnlineRow, speed: float) -> float | None:
@@ -256,5 +240,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
             "duration_s": record.duration_s,
         },
     }
+    if record.slurm is not None:
+        summary["slurm"] = slurm_summary(record.slurm, run)
     summary["bars"] = verdicts(summary)
     return summary

@@ -24,11 +24,33 @@ def text(summary: dict[str, Any]) -> str:
         f"pauses    {pauses['count']}; signal to quiet p50 {number(quiet['p50'], 1)} ms, "
         f"p99 {number(quiet['p99'], 1)} ms"
     )
+    lines += _slurm(summary)
     lines += _trust(summary)
     if summary["restarts"]:
         names = ", ".join(f"{name} ×{count}" for name, count in summary["restarts"].items())
         lines.append(f"restarts  {names}: figures of a disturbed run")
     return "\n".join(lines)
+
+
+def _slurm(summary: dict[str, Any]) -> list[str]:
+    slurm = summary.get("slurm")
+    if slurm is None:
+        return []
+    admission = slurm["gate_open_to_job_running_ms"]
+    jobs = {job["id"] for job in slurm["jobs"]}
+    lines = [
+        f"slurm     {slurm['version']}, {slurm['nodes']} nodes, {len(jobs)} jobs; gate open to job running: "
+        f"p50 {number(admission['p50'])} ms, at most {number(admission['max'])} ms (seen every "
+        f"{slurm['look_ms']:g} ms)"
+    ]
+    for one in slurm["reclaims"]:
+        requeued = "was requeued" if one["offline_requeued"] else "was NOT requeued"
+        lines.append(
+            f"          online job {one['online_job']} had its GPU {number(one['submit_to_gpu_ms'])} ms "
+            f"after it was submitted; offline job {one['offline_job']} {requeued} "
+            f"with {number(one['tokens_kept'])} tokens of {number(one['requests_put_down'])} requests kept"
+        )
+    return lines
 
 
 BUSY_MS = 20.0

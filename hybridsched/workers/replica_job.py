@@ -59,7 +59,7 @@ class ReplicaJob(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     replica: str
     command: tuple[str, ...]
-    """The engine; `{port}` in an argument becomes its port."""
+    """The engine; `{port}` in an argument becomes its port, `{replica}` the replica's name."""
     place: JobPlace | None = None
     """None: outside Slurm."""
     port: int = 0
@@ -82,9 +82,9 @@ def replica_name(place: JobPlace, job_name: str) -> str:
     return f"{base[:40]}-{place.job}"
 
 
-def engine_command(command: Sequence[str], port: int) -> list[str]:
+def engine_command(command: Sequence[str], port: int, replica: str = "") -> list[str]:
     """The engine's argument list."""
-    argv = [part.replace("{port}", str(port)) for part in command]
+    argv = [part.replace("{port}", str(port)).replace("{replica}", replica) for part in command]
     if argv[0] == SIMULATED:
         argv[:1] = [sys.executable, "-m", "hybridsched.engines.simulated"]
     return argv
@@ -122,7 +122,7 @@ class _Run:
     def __init__(self, job: ReplicaJob, client: Redis, stop: asyncio.Event) -> None:
         self._job, self._client, self._stop = job, client, stop
         port = job.port or free_port()
-        self._argv = engine_command(job.command, port)
+        self._argv = engine_command(job.command, port, job.replica)
         self._engine = VllmHttpEngine(f"http://{LOOPBACK}:{port}")
         self._process: asyncio.subprocess.Process | None = None
 
