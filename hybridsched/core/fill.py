@@ -231,9 +231,11 @@ def _seen(state: FillState, view: FillView) -> tuple[dict[str, Told], dict[str, 
         if expected is None:
             continue
         fresh = node.seen_ms is not None and node.seen_ms >= expected.asked_ms
+        done = expected.answered_ms is not None or view.now_ms - expected.asked_ms >= LOST_MS
         if fresh and node.live == expected.count:
             settled[node.node] = expected.count
-        else:
+        # One that is seen before its answer may have been so all along: the order is still under way.
+        if not (done and fresh and node.live == expected.count):
             told[node.node] = expected
     return told, settled
 

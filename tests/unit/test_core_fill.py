@@ -157,6 +157,10 @@ def test_a_reading_from_before_the_order_says_nothing_of_it() -> None:
     assert "n1" in state.told
     state, out = plan(state, view(node(0, seen=NOW + 20), closed("a", 9e6), now=NOW + 30), POLICY)
     assert out == ()
+    assert "n1" in state.told, "it has not been answered: it may have been 0 all along"
+    state = answered(state, SetFill(node="n1", count=0, why=FillWhy.LANES_CLOSED, number=1), NOW + 40)
+    state, out = plan(state, view(node(0, seen=NOW + 20), closed("a", 9e6), now=NOW + 50), POLICY)
+    assert out == ()
     assert state.told == {}
     assert state.settled == {"n1": 0}
 
