@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybridsched.cli.access import Duration, pool_options
+from hybridsched.cli.batch_sbatch import sbatch_options, show_job, submit_by_sbatch, take_wishes
 
 if TYPE_CHECKING:
     from hybridsched.batches.work import WorkFolder
@@ -95,18 +96,19 @@ def batch() -> None:
 
 
 @batch.command()
-@click.argument("file")
+@click.argument("words", nargs=-1, required=True, metavar="FILE...")
 @click.option("--output", "-o", metavar="FILE", help="Default: FILE's name with .output.jsonl.")
 @click.option("--errors", metavar="FILE", help="Default: the output's name with .errors.jsonl.")
 @click.option("--model", help="Whose workers run it. Default: the model that most lines name.")
 @click.option("--deadline", type=_Deadline(), help="2h, 1d, or 2026-11-30T07:00. Later lines are not run.")
 @pool_options
 @click.option("--wait", "wait_", is_flag=True, help="Wait for the end, as `batch wait` does.")
+@sbatch_options
 @_json_option
 @click.pass_context
 def submit(
     ctx: click.Context,
-    file: str,
+    words: tuple[str, ...],
     output: str | None,
     errors: str | None,
     model: str | None,
@@ -115,29 +117,66 @@ def submit(
     pool: str,
     wait_: bool,
     json_: bool,
+    sbatch: bool,
+    time_limit: float | None,
+    partition: str | None,
+    account: str | None,
+    qos: str | None,
+    at_once: int | None,
 ) -> None:
     """Check FILE and queue it in a pool.
 
     A line that cannot run goes to the error file with its line number; the others run. Submitting the same
     file with the same output again takes the batch up where it is.
+
+    With --sbatch it is run by a Slurm job of your own, whose id is printed; several files, or @LIST with one
+    name a line, become a job array.
     """
     from hybridsched.cli.batch_view import as_json, describe_input
-    from hybridsched.workers.offline_submit import submit_file
+    from hybridsched.workers.offline_submit import Submitted, submit_file
 
-    with _store(redis_option, pool, f"submitting {file} to pool {pool}") as store:
+    asked = {"time": time_limit, "partition": partition, "account": account, "qos": qos, "at_once": at_once}
+    wishes = take_wishes(sbatch, asked)
+    if wishes is None and len(words) > 1:
+        raise click.UsageError("one FILE at a time is queued in a pool; several go with --sbatch")
+
+    def register(file: str) -> Submitted:
+        with _reading(file) as progress:
+            return submit_file(
+                store,
+                file,
+                output=output,
+                errors=errors,
+                model=model,
+                deadline_in_ms=deadline,
+                jobs_only=sbatch,
+                progress=progress,
+            )
+
+    with _store(redis_option, pool, f"submitting {' '.join(words[:3])} to pool {pool}") as store:
+        job, every = None, []
         try:
-            with _reading(file) as progress:
-                made = submit_file(
-                    store,
-                    file,
+            if wishes is None:
+                every = [register(words[0])]
+            else:
+                job, every = submit_by_sbatch(
+                    words,
+                    wishes=wishes,
+                    redis_option=redis_option,
+                    pool=pool,
                     output=output,
                     errors=errors,
                     model=model,
-                    deadline_in_ms=deadline,
-                    progress=progress,
+                    register=register,
                 )
         except ValueError as error:
             raise click.ClickException(str(error)) from error
+        made = every[0]
+        if job is not None:
+            show_job(job, every, json_=json_)
+            if wait_:
+                ctx.exit(max(_wait(store, one.batch.id, None, json_=False) for one in every))
+            return
         known = store.progress(made.batch.id)
         if json_ and not wait_:
             _print_json(as_json(known) | {"known": made.known, "invalid": made.index.invalid})
