@@ -80,6 +80,9 @@ class Feeder(threading.Thread):
         self._size = size
         self._avoid: dict[str, float] = {}
         self._chunk_lines = 1
+        self._in_hand = 0
+        """Chunks that workers hold, about. Those waiting for their last long lines must not keep the queue
+        empty: only what stands in it counts as planned ahead."""
         self.backlog = 0
         """Lines that stand in the queue or are not planned yet, about; 0 when there is nothing to take."""
         self.cycles = 0
@@ -128,7 +131,7 @@ class Feeder(threading.Thread):
     def _plan(self) -> None:
         lanes = self._lanes()
         for _ in range(_PLANS_A_CYCLE):
-            ahead = self._size(None).ahead * lanes
+            ahead = self._size(None).ahead * lanes + self._in_hand
             waiting = self._store.to_feed(self._model, ahead, only=self._only)
             batch = next((b for b in waiting if not self._avoided(b)), None)
             if batch is None:
@@ -204,6 +207,7 @@ class Feeder(threading.Thread):
         queues = self._store.queue_names(self._model, only=self._only)
         prefix = Queue.redis_queue_namespace_prefix
         queued = sum(int(self._client.llen(f"{prefix}{name}")) for name in queues)
+        self._in_hand = max(0, sum(batch.outstanding for batch in active) - queued)
         unplanned = sum(
             max(1, round(batch.lines * (1 - batch.cursor / max(1, batch.bytes))))
             for batch in batches
