@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hybridsched.core.values import GateState
+from hybridsched.store.gates import decode_gate
 from hybridsched.store.keys import Keys
 from hybridsched.store.scripts import Scripts
 from hybridsched.store.telemetry import Telemetry, TelemetryStore
@@ -95,15 +97,16 @@ class LaneHolders:
     ) -> HeldLane | None:
         """Take the first of `places` that is free, with `open_only` the first whose gate is open as well.
 
-        None: there is no such lane now.
+        None: there is no such lane now. Gates are read by a command of their own: a script's keys must be
+        writable for whoever calls it, and users' jobs may not write gates.
         """
+        if open_only and places:
+            found = await self._client.mget([self._keys.gate(place.lane) for place in places])
+            places = [place for place, raw in zip(places, found, strict=True) if _is_open(raw)]
         if not places:
             return None
-        keys = [self._keys.lane_holder_fence]
-        for place in places:
-            keys += [self._keys.lane_holder(place.lane), self._keys.gate(place.lane)]
-        names = [place.lane for place in places]
-        args: list[str | int] = [owner, job, node, lease_ms, int(open_only), *names]
+        keys = [self._keys.lane_holder_fence, *(self._keys.lane_holder(place.lane) for place in places)]
+        args: list[str | int] = [owner, job, node, lease_ms, *(place.lane for place in places)]
         asked_s = time.monotonic()
         index, token = await self._scripts.call("lane_claim", keys, args)
         return None if index < 0 else HeldLane(place=places[index], token=token, asked_s=asked_s)
@@ -126,6 +129,11 @@ class LaneHolders:
     async def _hold(self, held: HeldLane, lease_ms: int) -> Any:
         key = self._keys.lane_holder(held.place.lane)
         return await self._scripts.call("lane_hold", [key], [held.token, lease_ms])
+
+
+def _is_open(raw: bytes | None) -> bool:
+    gate = decode_gate(raw)
+    return gate is not None and gate.state is GateState.OPEN
 
 
 def decode_holder(raw: bytes | None) -> Holder | None:

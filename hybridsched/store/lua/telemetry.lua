@@ -16,6 +16,7 @@ redis.call('SET', KEYS[1], ARGV[1] .. ',"at_ms":' .. at_ms .. '}', 'PX', ARGV[2]
 redis.call('ZADD', KEYS[2], at_ms, ARGV[3])
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%.3f', at - tonumber(ARGV[4])))
 if ARGV[5] ~= '' then
-  redis.call('PUBLISH', ARGV[5], ARGV[3])
+  -- Users' jobs may not publish: their record is seen at the next cycle instead of at once.
+  redis.pcall('PUBLISH', ARGV[5], ARGV[3])
 end
 return at_ms
