@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint bench clean slurm-packages
+.PHONY: setup demo slurm-demo test lint bench clean slurm-packages
 
 setup: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	$(BIN)/hybridsched demo
+
+# The same through a private Slurm of real daemons with fake GPUs.
+slurm-demo: $(STAMP) slurm-packages
+	$(BIN)/hybridsched demo --slurm
 
 # Slurm's own daemons, for the tests against the real thing; Debian and Ubuntu. Elsewhere install them yourself.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins

@@ -346,9 +346,10 @@ def replica(
 ) -> None:
     """Run an engine and the online worker beside it, as one Slurm job.
 
-    COMMAND, after `--`, starts the engine; {port} in it becomes the engine's port, and `simulated` as its
-    first word is the simulated engine. SIGTERM and SIGUSR2: take no request any more, end those in flight,
-    end the engine. Exit status: 0 told to stop, 69 the GPU is gone, 70 the engine died, 78 it did not start.
+    COMMAND, after `--`, starts the engine; {port} in it becomes the engine's port, {replica} the replica's
+    name, and `simulated` as its first word is the simulated engine. SIGTERM and SIGUSR2: take no request any
+    more, end those in flight, end the engine. Exit status: 0 told to stop, 69 the GPU is gone, 70 the engine
+    died, 78 it did not start.
     """
     from hybridsched.cli.replica import replica_job
 

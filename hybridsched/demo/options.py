@@ -10,7 +10,7 @@ import msgspec
 from hybridsched.batches.files import BatchFileError
 from hybridsched.batches.layout import open_input
 from hybridsched.batches.scan import scan
-from hybridsched.core.policy import PolicyKind, PoolPolicy
+from hybridsched.core.policy import Autonomy, PolicyKind, PoolPolicy
 from hybridsched.core.values import Value
 from hybridsched.demo.trace import (
     SHIPPED_LENGTHS,
@@ -91,6 +91,8 @@ def make_plan(options: DemoOptions) -> Plan:
         policy = load_policy(options.policy).policy
     except PolicyError as error:
         raise DemoUsageError(str(error)) from None
+    if options.slurm:
+        _check_opens(policy, options)
     model = MODEL if options.batch is None else _model_of(options.batch)
     folder = options.report.absolute()
     _prepare_folder(folder, ours=options.batch is None)
@@ -112,6 +114,24 @@ def make_plan(options: DemoOptions) -> Plan:
         # the simulated engines must take every request of the trace; vLLM wants room for one token more
         max_model_len=max(16_384, longest + 1),
     )
+
+
+def _check_opens(policy: PoolPolicy, options: DemoOptions) -> None:
+    """On Slurm a batch is registered by its first job, which starts when a gate opens.
+
+    Raises:
+        DemoUsageError: no gate would.
+    """
+    if (
+        policy.kind is PolicyKind.ONLINE_ONLY
+        or policy.autonomy is not Autonomy.AUTO
+        or policy.floor_gpus >= options.gpus
+    ):
+        raise DemoUsageError(
+            f"policy {policy.name} opens no gate (kind {policy.kind.value}, autonomy "
+            f"{policy.autonomy.value}, floor_gpus {policy.floor_gpus} of {options.gpus}), so no offline job "
+            "would start with --slurm; choose another --policy or leave out --slurm"
+        )
 
 
 def _model_of(batch: Path) -> str:

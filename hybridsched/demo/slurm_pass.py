@@ -156,7 +156,7 @@ class SlurmPass(Pass):
             self._offline_jobs.append(job)
 
     async def _standing(self) -> bool:
-        """Whether every lane has its job."""
+        """Whether every lane has its job, but for the policy's floor."""
         self._check_looking()
         for job in self._offline_jobs:
             run = self._timeline.last(job)
@@ -166,7 +166,8 @@ class SlurmPass(Pass):
             return True
         holders = await LaneHolders(self._client, self._stack.pool).read_many(list(self._lanes))
         telemetry = await TelemetryStore(self._client, self._stack.pool).read_all()
-        return all(holders.get(lane) and telemetry.lanes.get(lane) for lane in self._lanes)
+        held = sum(bool(holders.get(lane) and telemetry.lanes.get(lane)) for lane in self._lanes)
+        return held >= len(self._lanes) - self._plan.policy.floor_gpus
 
     async def _all_over(self) -> bool:
         """A small batch may be complete before every lane has had a job."""

@@ -14,7 +14,7 @@ from hybridsched.report.text import text
 from tests.unit.report_record import ORIGIN_S, make_record
 
 
-def run(number: int, *, id: int, node: str, start_s: float | None, **more: object) -> JobRun:
+def run(number: int, *, job: int, node: str, start_s: float | None, **more: object) -> JobRun:
     fields: dict[str, object] = {
         "name": "offline",
         "partition": "offline",
@@ -23,7 +23,7 @@ def run(number: int, *, id: int, node: str, start_s: float | None, **more: objec
         "state": "CANCELLED",
         **more,
     }
-    return msgspec.convert({"id": id, "node": node, "run": number, "start_s": start_s, **fields}, JobRun)
+    return msgspec.convert({"id": job, "node": node, "run": number, "start_s": start_s, **fields}, JobRun)
 
 
 SLURM = SlurmRecord(
@@ -32,11 +32,11 @@ SLURM = SlurmRecord(
     lanes={"r0": "n1", "r1": "n2"},
     look_s=0.1,
     jobs=(
-        run(1, id=1, node="n1", start_s=ORIGIN_S - 8, name="replica", partition="online"),
-        run(1, id=2, node="n1", start_s=ORIGIN_S + 0.25),
-        run(1, id=3, node="n2", start_s=ORIGIN_S + 0.75, end_s=ORIGIN_S + 9, state="REQUEUED"),
-        run(2, id=3, node="n2", start_s=None, submit_s=ORIGIN_S + 9),
-        run(1, id=4, node="n2", start_s=ORIGIN_S + 9, name="</script><b>", partition="online"),
+        run(1, job=1, node="n1", start_s=ORIGIN_S - 8, name="replica", partition="online"),
+        run(1, job=2, node="n1", start_s=ORIGIN_S + 0.25),
+        run(1, job=3, node="n2", start_s=ORIGIN_S + 0.75, end_s=ORIGIN_S + 9, state="REQUEUED"),
+        run(2, job=3, node="n2", start_s=None, submit_s=ORIGIN_S + 9),
+        run(1, job=4, node="n2", start_s=ORIGIN_S + 9, name="</script><b>", partition="online"),
     ),
     reclaims=(
         Reclaim(online_job=4, offline_job=3, node="n2", submit_s=ORIGIN_S + 8, running_s=ORIGIN_S + 9),
