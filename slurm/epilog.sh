@@ -42,6 +42,10 @@ left_processes() {
     [[ $pid != "$$" && $pid != "$BASHPID" && $pid != "$PPID" ]] || continue
     [[ $(stat -c %u "/proc/$pid" 2> /dev/null) == "$uid" ]] || continue
     grep -qazxF -- "SLURMD_NODENAME=$node" "/proc/$pid/environ" 2> /dev/null || continue
+    # Two clusters on one host count their jobs alike. A job without the variable has the default configuration.
+    if [[ ${SLURM_CONF:-} ]] && grep -qaz '^SLURM_CONF=' "/proc/$pid/environ" 2> /dev/null; then
+      grep -qazxF -- "SLURM_CONF=$SLURM_CONF" "/proc/$pid/environ" 2> /dev/null || continue
+    fi
     read -r name 2> /dev/null < "/proc/$pid/comm" || continue
     case $name in slurmstepd | slurmd | slurmctld | slurmscriptd) continue ;; esac
     # Prologs and epilogs carry a job's variables too, and one more; this one's children are in its process group.
