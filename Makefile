@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo slurm-demo test lint bench clean slurm-packages
+.PHONY: setup demo slurm-demo test test-pyslurm lint bench clean slurm-packages
 
 setup: $(STAMP)
 
@@ -34,6 +34,10 @@ slurm-packages:
 
 test: $(STAMP) slurm-packages
 	$(BIN)/python -m pytest
+
+# The real pyslurm against a real Slurm 26.05, in a root of its own: needs root and minutes, so CI leaves it out.
+test-pyslurm: $(STAMP)
+	slurm/pyslurm-root.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
