@@ -41,8 +41,9 @@ OBSERVE_MS = 1000.0
 """How often the policy worker looks at Slurm here; by default every 2 s, for sites with longer lists."""
 DRAIN_S = 3
 """What requests in flight get when a replica is told to stop: at the end of a pass there are none."""
-RECLAIM_AT = 0.4
-"""Share of the trace after which the extra online job comes."""
+RECLAIM_AT = 0.34
+"""Share of the trace after which the extra online job comes: in the default slice as a long burst of online
+requests begins, with offline work still in every engine."""
 RECLAIM_WITHIN_S = 30.0
 """The notice of an offline job, after which Slurm ends it."""
 RECLAIM_FOR_S = 5
