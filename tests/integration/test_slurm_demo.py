@@ -77,7 +77,7 @@ def test_the_demo_runs_through_slurm(tmp_path: Path, state: Path) -> None:
     assert len({job["id"] for job in first}) == 5, "one for each lane, and one that waits"
     assert sum(job["start_s"] is not None and job["start_s"] <= 0 for job in first) == 4
     assert slurm["gate_open_to_job_running_ms"]["max"] is not None
-    assert slurm["fill_changes"] >= 4
+    assert slurm["fill_changes"] >= 2, "raised on each node"
     (reclaim,) = slurm["reclaims"]
     assert reclaim["submit_to_gpu_ms"] is not None
     assert reclaim["offline_requeued"]
