@@ -15,8 +15,8 @@ Rules, in the order of their weight:
 - What was asked and is not yet seen is an expectation: it is not asked again before Slurm has answered and
   `reassert_ms` have passed. A count that was seen right and is not any more is set again at once.
 - A job is requeued when its own gate (or, while it has none, every gate it could have) has been closed for
-  `requeue_after_ms` of the job's own run. Counts are lowered before that in the list, so that no other job
-  takes its place.
+  `requeue_after_ms` of the job's own run; also when its node has been without any lane for that long. Counts
+  are lowered before that in the list, so that no other job takes its place.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RequeueWhy(StrEnum):
 
     GATE_CLOSED = "gate_closed"
     NO_LANE = "no_lane"
-    """It never got a lane: all of its node are closed, or held by others."""
+    """It has no lane: its node has none, or all of them are closed, or held by others."""
 
 
 class FillNode(Value, frozen=True, kw_only=True):
@@ -145,6 +145,8 @@ class FillState(Value, frozen=True, kw_only=True):
     """By node: the last count that was asked for and then seen."""
     leaving: dict[int, AskedToLeave] = msgspec.field(default_factory=dict)
     """By job."""
+    bare: dict[str, float] = msgspec.field(default_factory=dict)
+    """Nodes that have a job and no lane at all: since when they have been seen so without a break."""
     issued: int = 0
     """Number of the last instruction."""
 
@@ -155,10 +157,11 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
     leaving = _left(state.leaving, view)
     lanes = _by_node(view.lanes)
     admitting = _above_floor(view)
+    bare = {j.node: state.bare.get(j.node, view.now_ms) for j in view.jobs if j.node not in lanes}
     requeues: list[RequeueJob] = []
     issued = state.issued
     for job in sorted(view.jobs, key=lambda j: j.job):
-        why = _must_leave(job, lanes.get(job.node, []), view, policy)
+        why = _must_leave(job, lanes.get(job.node, []), bare.get(job.node), view, policy)
         if why is None:
             leaving.pop(job.job, None)
             continue
@@ -191,7 +194,7 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
         counts.append((rise, SetFill(node=node.node, count=count, why=why_count, number=issued)))
     falling = [c for rise, c in counts if rise < 0]
     rising = [c for rise, c in counts if rise >= 0]
-    after = FillState(told=told, settled=settled, leaving=leaving, issued=issued)
+    after = FillState(told=told, settled=settled, leaving=leaving, bare=bare, issued=issued)
     return after, (*falling, *rising, *requeues)
 
 
@@ -318,7 +321,7 @@ def _places(admitting: set[str], lanes: list[FillLane], kept: list[FillJob]) -> 
 
 
 def _must_leave(
-    job: FillJob, lanes: list[FillLane], view: FillView, policy: SlurmPolicy
+    job: FillJob, lanes: list[FillLane], bare_ms: float | None, view: FillView, policy: SlurmPolicy
 ) -> RequeueWhy | None:
     """Whether a job has waited at closed gates for the policy's time. Anything not known: it stays."""
     if job.leaving or view.jobs_seen_ms is None or view.now_ms - view.jobs_seen_ms > policy.max_age_ms:
@@ -328,11 +331,12 @@ def _must_leave(
     if job.lane is not None:
         own = next((r for r in view.lanes if r.lane == job.lane), None)
         return RequeueWhy.GATE_CLOSED if own is not None and _long_closed(own, view, policy) else None
+    if bare_ms is not None:
+        # Started where no lane is, as a reset of the counts allows; or the node's replica went away.
+        return RequeueWhy.NO_LANE if view.now_ms - bare_ms >= policy.requeue_after_ms else None
     held = {j.lane for j in view.jobs if j.job != job.job}
     could = [r for r in lanes if r.lane not in held]
-    if lanes and all(_long_closed(r, view, policy) for r in could):
-        return RequeueWhy.NO_LANE
-    return None
+    return RequeueWhy.NO_LANE if all(_long_closed(r, view, policy) for r in could) else None
 
 
 def _long_closed(lane: FillLane, view: FillView, policy: SlurmPolicy) -> bool:

@@ -240,6 +240,18 @@ def test_a_job_without_a_lane_leaves_when_there_is_none_to_have() -> None:
     assert requeued(FillState(), view(node(2), other, job(1, None))) == {}, "no lane of the node is known"
 
 
+def test_a_job_on_a_node_without_lanes_leaves_after_the_policys_time_of_that() -> None:
+    """It may be the short while in which the node's replica starts again."""
+    state, told = FillState(), []
+    looks = ((0, False), (59_000, False), (59_500, True), (60_000, False), (119_000, False), (120_000, False))
+    for after_ms, lane in looks:
+        at = NOW + after_ms
+        lanes = (opened("b"),) if lane else ()
+        state, out = plan(state, view(node(1, seen=at), *lanes, job(1, None), now=at, seen=at), POLICY)
+        told += [(after_ms, i.why) for i in out if isinstance(i, RequeueJob)]
+    assert told == [(120_000, RequeueWhy.NO_LANE)]
+
+
 def test_nobody_is_requeued_on_an_old_reading_or_twice() -> None:
     things = (node(1), closed("a", 9e6), job(1, "a"))
     assert requeued(FillState(), view(*things, seen=None)) == {}
