@@ -18,9 +18,8 @@ import click
     "--start",
     "start_s",
     type=click.FloatRange(min=0),
-    default=1140.0,
-    show_default=True,
-    help="Second of the trace to begin at.",
+    default=None,
+    help="Second of the trace to begin at. Default: 0; 1140, a lively part, of the shipped trace.",
 )
 @click.option(
     "--duration",
@@ -70,7 +69,6 @@ import click
 @click.option(
     "--redis",
     "redis_option",
-    envvar="HYBRIDSCHED_REDIS_URL",
     metavar="URL",
     help="Use this Redis or Valkey. Default: an embedded Valkey.",
 )
@@ -90,7 +88,7 @@ import click
 def demo(
     ctx: click.Context,
     trace: Path | None,
-    start_s: float,
+    start_s: float | None,
     duration_s: float,
     speed: float,
     batch: Path | None,

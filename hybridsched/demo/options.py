@@ -29,6 +29,8 @@ LINES_PER_ENGINE_S = 4.0
 """Lines of the generated batch for each engine second of the trace. An engine that does nothing else and
 takes 512 prompt tokens an iteration finishes about 3.8 a second: 2,582 prompt tokens are 5 iterations of
 about 52 ms (profile a100-llama3-8b). So the work outlasts the trace however idle it is."""
+LIVELY_START_S = 1140.0
+"""Where the shipped trace is lively: the default start there, which says nothing about another trace."""
 OURS = "demo.json"
 """File that says that a folder is a report of the demo."""
 
@@ -41,7 +43,8 @@ class DemoOptions(Value, frozen=True, kw_only=True):
     """The options of `hybridsched demo`."""
 
     trace: Path | None = None
-    start_s: float = 1140.0
+    start_s: float | None = None
+    """None: the beginning of a trace of one's own, a lively part of the shipped one."""
     duration_s: float = 100.0
     speed: float = 2.0
     batch: Path | None = None
@@ -55,6 +58,13 @@ class DemoOptions(Value, frozen=True, kw_only=True):
     """On a private Slurm: engines as online jobs, the batch as offline jobs."""
     slurm_state: Path | None = None
     """The folder of its daemons; None: a temporary one."""
+
+    @property
+    def begin_s(self) -> float:
+        """Second of the trace at which the slice begins."""
+        if self.start_s is not None:
+            return self.start_s
+        return LIVELY_START_S if self.trace is None else 0.0
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -84,7 +94,7 @@ def make_plan(options: DemoOptions) -> Plan:
     """
     try:
         trace = options.trace or shipped(SHIPPED_TRACE)
-        rows = cut(read_trace(trace), options.start_s, options.duration_s)
+        rows = cut(read_trace(trace), options.begin_s, options.duration_s)
     except TraceError as error:
         raise DemoUsageError(str(error)) from None
     try:

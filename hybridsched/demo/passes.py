@@ -75,7 +75,7 @@ class Pass:
         await self._start(
             stack.load(
                 trace=self._plan.trace.absolute(),
-                start_s=options.start_s,
+                start_s=options.begin_s,
                 duration_s=options.duration_s,
                 timeout_s=self._plan.policy.online.default_timeout_ms / 1000 / options.speed,
             )

@@ -284,7 +284,7 @@ async def test_a_gate_closed_for_the_policys_time_sends_its_job_back_to_the_queu
     """The last rung: with its place kept, and on from there when the gate opens."""
     slurm = clean_slurm
     source = tmp_path / "batch.jsonl"
-    ids = write_lines(source, 60, 150)
+    ids = write_lines(source, 200, 150)  # several rounds of the lane: far from done at its third line
     async with held(slurm, valkey_url, tmp_path, valkey, requeue_after_ms=4000.0) as ours:
         job = ours.submit(source)
         await ours.until(lambda: done_lines(valkey, POOL) >= 3, "three lines done")
