@@ -12,10 +12,17 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import settings
 
 from tests.slurm import clean_slurm, slurm
 
 __all__ = ["clean_slurm", "slurm"]
+
+# No deadlines: nothing here is a timed test. CI judges a change by the same examples each time; the search
+# for new ones goes on in every run elsewhere.
+settings.register_profile("here", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
 
 
 def missing(what: str) -> None:
