@@ -14,8 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from hybridsched.core.decide import decide
+from hybridsched.core.packing import packs
 from hybridsched.core.policy import PoolPolicy
-from hybridsched.core.values import Gate, GateDecision, Snapshot, Value
+from hybridsched.core.values import Gate, GateDecision, Pack, Snapshot, Value
 
 
 class CodecError(Exception):
@@ -34,6 +35,8 @@ class DecisionRecord(Value, frozen=True, kw_only=True):
     """What came of publishing each decision, in the same order; empty when nothing was published."""
     by: str = ""
     """Who decided: the leader's token."""
+    packs: tuple[Pack, ...] | None = None
+    """The pack orders decided on the same snapshot; None: not decided, or the snapshot holds only a part."""
 
 
 class Difference(Value, frozen=True, kw_only=True):
@@ -41,7 +44,8 @@ class Difference(Value, frozen=True, kw_only=True):
 
     lane: str
     field: str
-    """A field of `GateDecision`, or "decision" when one side has none for the lane."""
+    """A field of `GateDecision`, "decision" when one side has none for the lane, or "pack": a pack order,
+    whose lane is "model NAME"."""
     recorded: str
     replayed: str
 
@@ -58,7 +62,7 @@ def decode(data: bytes | str, kind: type[V]) -> V:
     """JSON as a value of `kind`. Raises `CodecError` for anything else, unknown fields included."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         start = data[:80]
         raise CodecError(
             f"not a {kind.__name__}: {error}; it begins with {start!r}. "
@@ -78,7 +82,26 @@ def decode_gate(data: bytes | str) -> Gate:
 
 def replay(record: DecisionRecord) -> tuple[Difference, ...]:
     """Decide again on the record's snapshot and policy; empty when every decision is the same."""
-    return differences(record.decisions, decide(record.snapshot, record.policy))
+    found = differences(record.decisions, decide(record.snapshot, record.policy))
+    if record.packs is None:
+        return found
+    return found + _packs_differ(record.packs, packs(record.snapshot, record.policy))
+
+
+def _packs_differ(recorded: tuple[Pack, ...], replayed: tuple[Pack, ...]) -> tuple[Difference, ...]:
+    """Models whose pack order would be another, each as a difference of its own."""
+    before = {pack.model: pack for pack in recorded}
+    after = {pack.model: pack for pack in replayed}
+    return tuple(
+        Difference(
+            lane=f"model {model}",
+            field="pack",
+            recorded=_text(before.get(model)),
+            replayed=_text(after.get(model)),
+        )
+        for model in sorted(before.keys() | after.keys())
+        if _text(before.get(model)) != _text(after.get(model))
+    )
 
 
 def differences(

@@ -12,7 +12,7 @@ from hybridsched.core.idle import Numbers
 from hybridsched.core.policies import REGISTRY, LaneFacts, Proposal
 from hybridsched.core.policy import Autonomy, PoolPolicy
 from hybridsched.core.reasons import Reason
-from hybridsched.core.values import NO_BUDGET, GateDecision, GateState, Hold, Snapshot
+from hybridsched.core.values import NO_BUDGET, GateDecision, GateState, Hold, Pack, Rank, Snapshot
 
 WHOLE_POOL = ("", "*")
 """`Hold.lane` values that mean the pool: the empty string is the one to write, Redis names it with a star."""
@@ -23,19 +23,29 @@ def decide(snapshot: Snapshot, policy: PoolPolicy) -> tuple[GateDecision, ...]:
     # 1. Index the snapshot.
     replicas = {view.replica: view for view in snapshot.replicas}
     queues = {view.model: view for view in snapshot.queues}
-    pool_hold, lane_holds = _standing_holds(snapshot)
+    pool_holds, lane_holds = _standing_holds(snapshot)
+    places = _places(snapshot, policy)
     propose = REGISTRY[policy.kind]
 
     # 2. Per lane: an operator's hold first, else what the policy proposes.
     proposals: list[Proposal] = []
     for lane in snapshot.lanes:
-        hold = pool_hold or lane_holds.get(lane.lane)
-        if hold is not None:
-            proposals.append(_held(hold))
+        holds = pool_holds + lane_holds[lane.lane] if lane.lane in lane_holds else pool_holds
+        if holds:
+            proposals.append(_held(holds))
+            continue
+        if lane.epoch is None:
+            proposals.append(Proposal(open=False, reason=Reason.EPOCH_UNKNOWN))
             continue
         replica = replicas.get(lane.replica)
         queue = None if replica is None else queues.get(replica.model)
         facts = LaneFacts(now_ms=snapshot.now_ms, lane=lane, replica=replica, queue=queue)
+        place = places.get(lane.replica) if places else None
+        if place is not None:
+            rank, pack = place
+            facts = msgspec.structs.replace(
+                facts, rank=rank, reach=pack.reach, first_tpot_ms=pack.first_tpot_ms
+            )
         proposals.append(propose(facts, policy))
 
     # 3. The floor: close the openings that would leave online too few GPUs.
@@ -47,41 +57,57 @@ def decide(snapshot: Snapshot, policy: PoolPolicy) -> tuple[GateDecision, ...]:
         proposals = [_suggested(p, policy.autonomy) if p.open else p for p in proposals]
 
     # 5. Decisions, each on the epoch that the snapshot saw.
+    grace_ms = policy.pause.grace_ms
     return tuple(
-        GateDecision(
-            lane=lane.lane,
-            state=GateState.OPEN if proposal.open else GateState.CLOSED,
-            reason=proposal.reason,
-            budget=proposal.budget if proposal.open else NO_BUDGET,
-            grace_ms=policy.pause.grace_ms,
-            epoch=lane.epoch,
-            check_in_ms=proposal.check_in_ms,
-            numbers=proposal.numbers,
-        )
-        for lane, proposal in zip(snapshot.lanes, proposals, strict=True)
+        [
+            GateDecision(
+                lane=lane.lane,
+                state=GateState.OPEN if proposal.open else GateState.CLOSED,
+                reason=proposal.reason,
+                budget=proposal.budget if proposal.open else NO_BUDGET,
+                grace_ms=grace_ms,
+                epoch=lane.epoch or 0,
+                check_in_ms=proposal.check_in_ms,
+                numbers=proposal.numbers,
+            )
+            for lane, proposal in zip(snapshot.lanes, proposals, strict=True)
+        ]
     )
 
 
-def _standing_holds(snapshot: Snapshot) -> tuple[Hold | None, dict[str, Hold]]:
-    """The pool's hold and the lanes' holds that have not ended by `now_ms`; the first of a lane counts."""
-    pool: Hold | None = None
-    lanes: dict[str, Hold] = {}
+def _places(snapshot: Snapshot, policy: PoolPolicy) -> dict[str, tuple[Rank, Pack]]:
+    """Each replica's rank and its order, of the orders whose lease holds."""
+    if not policy.pack.enabled:
+        return {}
+    return {
+        rank.replica: (rank, pack)
+        for pack in snapshot.packs
+        if pack.stands(snapshot.now_ms, policy.cycle.lease_ms)
+        for rank in pack.ranks
+    }
+
+
+def _standing_holds(snapshot: Snapshot) -> tuple[list[Hold], dict[str, list[Hold]]]:
+    """The holds of the pool and those of lanes that have not ended by `now_ms`."""
+    pool: list[Hold] = []
+    lanes: dict[str, list[Hold]] = {}
     for hold in snapshot.holds:
-        if hold.until_ms is not None and hold.until_ms <= snapshot.now_ms:
-            continue
-        if hold.lane in WHOLE_POOL:
-            pool = pool or hold
-        else:
-            lanes.setdefault(hold.lane, hold)
+        if hold.stands(snapshot.now_ms):
+            of_place = pool if hold.lane in WHOLE_POOL else lanes.setdefault(hold.lane, [])
+            of_place.append(hold)
     return pool, lanes
 
 
-def _held(hold: Hold) -> Proposal:
+def _held(holds: list[Hold]) -> Proposal:
+    """Closed while any of them stands. The one that stands longest is named: the others end before it."""
+    last = max(holds, key=lambda hold: float("inf") if hold.until_ms is None else hold.until_ms)
     numbers: Numbers = {
-        "held_lane": hold.lane or "*",
-        "held_by": hold.by,
-        "why": hold.why,
-        "until_ms": hold.until_ms,
+        "held_lane": last.lane or "*",
+        "held_by": last.by,
+        "why": last.why,
+        "until_ms": last.until_ms,
+        "hold": last.id,
+        "holds": float(len(holds)),
     }
     return Proposal(open=False, reason=Reason.HELD, numbers=numbers)
 

@@ -1,154 +1,58 @@
 """How many offline jobs Slurm may start on each node, and which must give their place back.
 
-A node's count is the live number of a GRES without device files (`slurm.fill_gres`): Slurm starts an offline
-job there while the count is above what running jobs hold. `plan(state, view, policy)` says what to tell
-Slurm; `answered(state, instruction, at_ms)` is fed back when the call has ended, however it ended. Both are
-pure.
+A node's count is the live number of a GRES that Slurm does not consume (`slurm.fill_gres`, `no_consume` in
+slurm.conf). It is the gate, and says how many free lanes are open there: at 0 Slurm starts no offline job on
+the node, else it starts them up to the node's places, a second GRES (`slurm.place_gres`) that is consumed and
+never changed live. A count that is consumed must not be steered: slurmctld takes a node whose jobs hold some
+of it out of service at the next registration that finds another count than the last one.
+`plan(state, view, policy)` says what to tell Slurm; `answered(state, instruction, at_ms)` is fed back when
+the call has ended, however it ended. Both are pure.
 
 Rules, in the order of their weight:
 
 - A count that is not known, or was read too long ago, is set to 0: a reset of Slurm's fails open.
 - A node with no lane open, or closed so short a while ago that it may be a burst, gets 0. Running jobs are
   left alone by that; none is started in their place.
-- Otherwise the count is the open lanes plus the closed ones whose job is kept: a job keeps its place while
-  its gate closes and opens. It is raised at once and lowered only after `fill_hysteresis_ms`.
+- Otherwise the count is the open lanes that no job has, less the jobs that are about to take one. A job keeps
+  its lane and its place while its gate closes and opens. The count is raised at once, lowered at once when
+  jobs have come, and lowered only after `fill_hysteresis_ms` when gates have closed.
 - What was asked and is not yet seen is an expectation: it is not asked again before Slurm has answered and
   `reassert_ms` have passed. A count that was seen right and is not any more is set again at once.
+- A lane serves one model. It counts only while a job that waits could take it, and jobs on their way to a
+  lane of another model do not lower the count. A job of which no model is known could take any lane; while
+  nobody waits every lane counts, for whoever comes.
+- A job that has no lane, on a node where no lane serves its model, leaves after `wrong_node_ms`.
 - A job is requeued when its own gate (or, while it has none, every gate it could have) has been closed for
-  `requeue_after_ms` of the job's own run; also when its node has been without any lane for that long. Counts
-  are lowered before that in the list, so that no other job takes its place.
+  `requeue_after_ms` of the job's own run; also when its node has been without any lane, or the job's own lane
+  has been gone, for that long. Counts are lowered before that, so that no other job takes its place.
+
+Slurm may start more jobs at once than lanes are free, for it does not consume the count. The surplus is
+bounded by the places; such a job loads nothing, takes the next lane of its node, or is requeued as above.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from enum import StrEnum
 
 import msgspec
 
+from hybridsched.core.fill_values import (
+    LOST_MS,
+    AskedToLeave,
+    FillJob,
+    FillLane,
+    FillNode,
+    FillState,
+    FillView,
+    FillWhy,
+    Instruction,
+    RequeueJob,
+    RequeueWhy,
+    SetFill,
+    Told,
+)
 from hybridsched.core.policy import SlurmPolicy
-from hybridsched.core.values import Value
-
-LOST_MS = 60_000.0
-"""An instruction whose end nobody has told for this long is taken for lost (its executor died or dropped it):
-four times the longest call to Slurm that an adapter allows."""
-
-
-class FillWhy(StrEnum):
-    """Why a count is set."""
-
-    LANES_OPEN = "lanes_open"
-    LANES_CLOSED = "lanes_closed"
-    FLOOR = "floor"
-    """Open lanes are left out, so that online keeps its floor of GPUs."""
-    RESET = "reset"
-    """Slurm had the right count and shows another: a reconfigure, a restart, somebody's hand."""
-    LIVE_UNKNOWN = "live_unknown"
-    NODE_UNUSABLE = "node_unusable"
-
-
-class RequeueWhy(StrEnum):
-    """Why a job gives its place back."""
-
-    GATE_CLOSED = "gate_closed"
-    NO_LANE = "no_lane"
-    """It has no lane: its node has none, or all of them are closed, or held by others."""
-
-
-class FillNode(Value, frozen=True, kw_only=True):
-    """A node of the pool, as last read from Slurm."""
-
-    node: str
-    live: int | None
-    """The live count; None when it could not be read. A GRES that Slurm does not list counts 0."""
-    seen_ms: float | None
-    """When that reading began."""
-    usable: bool = True
-
-
-class FillLane(Value, frozen=True, kw_only=True):
-    """A lane and its gate, as the policy worker has decided it."""
-
-    lane: str
-    node: str
-    open: bool
-    closed_since_ms: float | None = None
-    """Since when it has been closed without a break; None: not known, or open."""
-
-
-class FillJob(Value, frozen=True, kw_only=True):
-    """An offline job that holds a place. Jobs that wait are Slurm's business."""
-
-    job: int
-    node: str
-    lane: str | None
-    """The lane it has claimed; None: none yet, or not known."""
-    started_ms: float
-    """Start of this run; another one after each requeue."""
-    leaving: bool = False
-
-
-class FillView(Value, frozen=True, kw_only=True):
-    """Everything a plan is made of. All times are on one clock."""
-
-    now_ms: float
-    nodes: tuple[FillNode, ...] = ()
-    lanes: tuple[FillLane, ...] = ()
-    jobs: tuple[FillJob, ...] = ()
-    jobs_seen_ms: float | None = None
-    """When the reading of the jobs began; None: they are not known, and nobody is requeued."""
-    floor: int = 0
-    """Lanes of the pool that never admit offline work (the policy's `floor_gpus`)."""
-
-
-class SetFill(Value, frozen=True, kw_only=True, tag="set_fill"):
-    node: str
-    count: int
-    why: FillWhy
-    number: int = 0
-    """Tells this order from every other one, so that an answer is taken for the right one."""
-
-
-class RequeueJob(Value, frozen=True, kw_only=True, tag="requeue_job"):
-    job: int
-    why: RequeueWhy
-    number: int = 0
-
-
-Instruction = SetFill | RequeueJob
-
-
-class Told(Value, frozen=True, kw_only=True):
-    """An expectation: what was asked of Slurm and has not been seen yet."""
-
-    count: int
-    number: int
-    asked_ms: float
-    answered_ms: float | None = None
-
-
-class AskedToLeave(Value, frozen=True, kw_only=True):
-    """The same for a requeue, of one run of a job."""
-
-    started_ms: float
-    number: int
-    asked_ms: float
-    answered_ms: float | None = None
-
-
-class FillState(Value, frozen=True, kw_only=True):
-    """What is remembered between plans. Start with `FillState()`: nothing told, nothing trusted."""
-
-    told: dict[str, Told] = msgspec.field(default_factory=dict)
-    """By node."""
-    settled: dict[str, int] = msgspec.field(default_factory=dict)
-    """By node: the last count that was asked for and then seen."""
-    leaving: dict[int, AskedToLeave] = msgspec.field(default_factory=dict)
-    """By job."""
-    bare: dict[str, float] = msgspec.field(default_factory=dict)
-    """Nodes that have a job and no lane at all: since when they have been seen so without a break."""
-    issued: int = 0
-    """Number of the last instruction."""
 
 
 def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillState, tuple[Instruction, ...]]:
@@ -158,10 +62,18 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
     lanes = _by_node(view.lanes)
     admitting = _above_floor(view)
     bare = {j.node: state.bare.get(j.node, view.now_ms) for j in view.jobs if j.node not in lanes}
+    names = {r.lane for r in view.lanes}
+    gone = [j.job for j in view.jobs if j.lane is not None and j.lane not in names]
+    orphans = {job: state.orphans.get(job, view.now_ms) for job in gone}
+    wrong = [j.job for j in view.jobs if j.lane is None and _stray(j, lanes.get(j.node, []))]
+    strays = {job: state.strays.get(job, view.now_ms) for job in wrong}
     requeues: list[RequeueJob] = []
     issued = state.issued
     for job in sorted(view.jobs, key=lambda j: j.job):
-        why = _must_leave(job, lanes.get(job.node, []), bare.get(job.node), view, policy)
+        since = min((at for at in (bare.get(job.node), orphans.get(job.job)) if at is not None), default=None)
+        why = _must_leave(job, lanes.get(job.node, []), since, view, policy)
+        if why is None and _strayed(job, strays.get(job.job), view, policy):
+            why = RequeueWhy.WRONG_NODE
         if why is None:
             leaving.pop(job.job, None)
             continue
@@ -172,9 +84,11 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
             requeues.append(RequeueJob(job=job.job, why=why, number=issued))
     counts: list[tuple[int, SetFill]] = []
     for node in sorted(view.nodes, key=lambda n: n.node):
-        kept = [j for j in view.jobs if j.node == node.node and not j.leaving and j.job not in leaving]
+        here = [j for j in view.jobs if j.node == node.node]
+        coming = [j for j in here if not j.leaving and j.job not in leaving]
         current = told[node.node].count if node.node in told else settled.get(node.node, 0)
-        count, why_count = _wanted(node, lanes.get(node.node, []), kept, current, admitting, view, policy)
+        there = (lanes.get(node.node, []), here, coming)
+        count, why_count = _wanted(node, there, current, admitting, view, policy)
         known = why_count is not FillWhy.LIVE_UNKNOWN
         expected = told.get(node.node)
         if expected is None and known and node.live == count:
@@ -194,8 +108,14 @@ def plan(state: FillState, view: FillView, policy: SlurmPolicy) -> tuple[FillSta
         counts.append((rise, SetFill(node=node.node, count=count, why=why_count, number=issued)))
     falling = [c for rise, c in counts if rise < 0]
     rising = [c for rise, c in counts if rise >= 0]
-    after = FillState(told=told, settled=settled, leaving=leaving, bare=bare, issued=issued)
+    after = FillState(told=told, settled=settled, leaving=leaving, bare=bare, orphans=orphans, issued=issued)
+    after = msgspec.structs.replace(after, strays=strays)
     return after, (*falling, *rising, *requeues)
+
+
+def offered(state: FillState) -> int:
+    """Free open lanes of all nodes, as the last plan would have Slurm's counts."""
+    return sum({**state.settled, **{node: told.count for node, told in state.told.items()}}.values())
 
 
 def answered(state: FillState, instruction: Instruction, at_ms: float) -> FillState:
@@ -280,17 +200,20 @@ def _above_floor(view: FillView) -> frozenset[str]:
 
 def _wanted(
     node: FillNode,
-    lanes: list[FillLane],
-    kept: list[FillJob],
+    there: tuple[list[FillLane], list[FillJob], list[FillJob]],
     current: int,
     admitting: frozenset[str],
     view: FillView,
     policy: SlurmPolicy,
 ) -> tuple[int, FillWhy]:
+    """The count of a node; `there` are its lanes, its jobs, and those of its jobs that stay."""
+    lanes = there[0]
     if node.live is None or node.seen_ms is None or view.now_ms - node.seen_ms > policy.max_age_ms:
         return 0, FillWhy.LIVE_UNKNOWN
     if not node.usable:
         return 0, FillWhy.NODE_UNUSABLE
+    if node.places == 0:
+        return 0, FillWhy.NO_PLACES
     now = {r.lane for r in lanes if r.lane in admitting}
     burst = {
         r.lane
@@ -299,41 +222,78 @@ def _wanted(
         and r.closed_since_ms is not None
         and view.now_ms - r.closed_since_ms < policy.fill_hysteresis_ms
     }
-    low = _places(now, lanes, kept)
-    high = _places(now | burst, lanes, kept)
+    low = _free(now, there, view.waiting)
+    high = _free(now | burst, there, view.waiting)
     count = max(low, min(current, high))
     if count:
         return count, FillWhy.LANES_OPEN
+    if _free(now, there, frozenset()):
+        return 0, FillWhy.OTHER_MODEL
+    if now:
+        return 0, FillWhy.LANES_TAKEN
     return 0, FillWhy.FLOOR if any(r.open for r in lanes) else FillWhy.LANES_CLOSED
 
 
-def _places(admitting: set[str], lanes: list[FillLane], kept: list[FillJob]) -> int:
-    """Lanes that admit plus closed ones whose job is kept; 0 where none admits. Never more than lanes.
+def serves(lane: str | None, job: str | None) -> bool:
+    """Whether a lane of model `lane` is one for a job of model `job`; None: not known, so it may be."""
+    return lane is None or job is None or lane == job
 
-    A job without a lane will take one that admits, so it needs a place of its own only beyond those.
+
+def _free(
+    admitting: set[str],
+    there: tuple[list[FillLane], list[FillJob], list[FillJob]],
+    waiting: frozenset[str | None],
+) -> int:
+    """Lanes that admit, that no job has or is about to take, and that one of those that wait could take.
+
+    A job keeps its lane while the gate is closed. One that leaves has it until it is gone, and takes none.
     """
-    if not admitting:
-        return 0
+    lanes, jobs, staying = there
     names = {r.lane for r in lanes}
-    held = {j.lane for j in kept if j.lane in names}
-    homeless = sum(1 for j in kept if j.lane not in names)
-    return min(len(names), max(len(admitting | held), len(held) + homeless))
+    held = {j.lane for j in jobs}
+    free = Counter(r.model for r in lanes if r.lane in admitting and r.lane not in held)
+    about_to = Counter(j.model for j in staying if j.lane not in names)
+    unsure = about_to.pop(None, 0)
+    for model, many in about_to.items():
+        own = min(many, free[model])
+        free[model] -= own
+        free[None] -= min(many - own, free[None])
+    wanted = sum(
+        many for model, many in free.items() if not waiting or any(serves(model, who) for who in waiting)
+    )
+    return max(0, wanted - unsure)
+
+
+def _stray(job: FillJob, lanes: list[FillLane]) -> bool:
+    return job.model is not None and not any(serves(r.model, job.model) for r in lanes)
+
+
+def _strayed(job: FillJob, since_ms: float | None, view: FillView, policy: SlurmPolicy) -> bool:
+    """Whether a job has stood on the wrong node for the policy's time. `since_ms`: since when seen so."""
+    if since_ms is None or job.leaving or view.jobs_seen_ms is None:
+        return False
+    if view.now_ms - view.jobs_seen_ms > policy.max_age_ms:
+        return False
+    return view.now_ms - max(since_ms, job.started_ms) >= policy.wrong_node_ms
 
 
 def _must_leave(
-    job: FillJob, lanes: list[FillLane], bare_ms: float | None, view: FillView, policy: SlurmPolicy
+    job: FillJob, lanes: list[FillLane], none_ms: float | None, view: FillView, policy: SlurmPolicy
 ) -> RequeueWhy | None:
-    """Whether a job has waited at closed gates for the policy's time. Anything not known: it stays."""
+    """Whether a job has waited at closed gates for the policy's time. Anything not known: it stays.
+
+    `none_ms`: since when its node has had no lane, or its own lane has been gone.
+    """
     if job.leaving or view.jobs_seen_ms is None or view.now_ms - view.jobs_seen_ms > policy.max_age_ms:
         return None
     if view.now_ms - job.started_ms < policy.requeue_after_ms:
         return None
+    if none_ms is not None:
+        # Started where no lane is, as a reset of the counts allows; or the replica went away.
+        return RequeueWhy.NO_LANE if view.now_ms - none_ms >= policy.requeue_after_ms else None
     if job.lane is not None:
-        own = next((r for r in view.lanes if r.lane == job.lane), None)
-        return RequeueWhy.GATE_CLOSED if own is not None and _long_closed(own, view, policy) else None
-    if bare_ms is not None:
-        # Started where no lane is, as a reset of the counts allows; or the node's replica went away.
-        return RequeueWhy.NO_LANE if view.now_ms - bare_ms >= policy.requeue_after_ms else None
+        own = next(r for r in view.lanes if r.lane == job.lane)
+        return RequeueWhy.GATE_CLOSED if _long_closed(own, view, policy) else None
     held = {j.lane for j in view.jobs if j.job != job.job}
     could = [r for r in lanes if r.lane not in held]
     return RequeueWhy.NO_LANE if all(_long_closed(r, view, policy) for r in could) else None

@@ -25,7 +25,8 @@ the new epoch but still the old record, the gate of the fast path is in the snap
 newer than the record: then the record is not believed (ONLINE_ARRIVED).
 
 **Frozen.** Gauges stand still while an engine is paused or hung; `frozen_ms` grows only while the engine
-holds requests, so an empty engine is never frozen.
+holds requests, by its gauges or by the counts of our own workers, and for a while after the last of them has
+left without any counter moving. So an engine that was never given anything is never frozen.
 """
 
 from __future__ import annotations
@@ -65,26 +66,29 @@ def assess(
     if replica is None:
         return _no(Reason.TELEMETRY_MISSING, {"replica": lane.replica})
     record, scrape = policy.max_telemetry_age_ms, policy.max_metric_age_ms
-    # All at once first: nearly every lane of nearly every cycle needs no search for what is wrong.
+    # Each signal is asked once; nearly every lane of nearly every cycle needs no search for what is wrong.
+    online = replica.online_inflight.within(record)
+    idle_then = replica.online_idle_ms.within(record)
+    own = lane.offline_inflight.within(record)
     healthy = replica.engine_healthy.within(scrape)
-    if not (
-        healthy is not None
-        and healthy >= 1.0
-        and replica.online_inflight.known(record)
-        and replica.online_idle_ms.known(record)
-        and lane.offline_inflight.known(record)
-        and replica.engine_running.known(scrape)
-        and replica.engine_waiting.known(scrape)
-        and replica.kv_use.known(scrape)
-        and replica.frozen_ms.known(scrape)
+    running = replica.engine_running.within(scrape)
+    waiting = replica.engine_waiting.within(scrape)
+    kv_use = replica.kv_use.within(scrape)
+    frozen = replica.frozen_ms.within(scrape)
+    if (
+        online is None
+        or idle_then is None
+        or own is None
+        or healthy is None
+        or healthy < 1.0
+        or running is None
+        or waiting is None
+        or kv_use is None
+        or frozen is None
     ):
-        bad = _unusable(replica, lane, record, scrape)
-        if bad is not None:
-            return bad
-    held = _value(replica.engine_running) + _value(replica.engine_waiting)
-    online, own = _value(replica.online_inflight), _value(lane.offline_inflight)
-    frozen = _value(replica.frozen_ms)
-    if held + online + own > 0 and frozen >= policy.frozen_after_ms:
+        return _unusable(replica, lane, record, scrape)
+    held = running + waiting
+    if frozen >= policy.frozen_after_ms:
         return _no(
             Reason.METRIC_FROZEN,
             {"frozen_ms": frozen, "frozen_after_ms": policy.frozen_after_ms, "engine_requests": held},
@@ -92,16 +96,17 @@ def assess(
     # 3. Online: here, just arrived, or waiting for some replica of the model.
     if online > 0:
         return _no(Reason.ONLINE_ACTIVE, {"online_inflight": online})
-    arrived = None if lane.gate is None else _just_arrived(replica, lane.gate, now_ms)
-    if arrived is not None:
-        return arrived
-    queued = _queued(queue, replica.model, policy)
-    if queued is not None:
-        return queued
+    gate = lane.gate
+    if gate is not None and gate.state is not GateState.OPEN:
+        arrived = _just_arrived(replica, gate, now_ms)
+        if arrived is not None:
+            return arrived
+    waits = queued(queue, replica.model, policy)
+    if waits is not None:
+        return waits
     # 4. Somebody else.
-    idle = replica.online_idle_ms
-    idle_for = _value(idle) + _age(idle)
-    foreign = _foreign(replica, lane, idle_for, policy)
+    idle_for = idle_then + (replica.online_idle_ms.age_ms or 0.0)
+    foreign = _foreign(replica, lane, held, idle_for, policy)
     if foreign is not None and foreign > policy.foreign_tolerance:
         return _no(
             Reason.FOREIGN_LOAD,
@@ -120,9 +125,9 @@ def assess(
         "online_idle_ms": idle_for,
         "window_ms": policy.window_ms,
         "engine_requests": held,
-        "offline_inflight": lane.offline_inflight.value,
+        "offline_inflight": own,
         "foreign": foreign,
-        "kv_use": replica.kv_use.value,
+        "kv_use": kv_use,
     }
     if idle_for < policy.window_ms:
         return _no(Reason.IDLE_WINDOW, numbers, check_in_ms=policy.window_ms - idle_for)
@@ -133,11 +138,29 @@ _TELEMETRY = (Reason.TELEMETRY_MISSING, Reason.TELEMETRY_STALE)
 _METRIC = (Reason.METRIC_MISSING, Reason.METRIC_STALE)
 
 
+_FAULTS = {
+    reason.value: reason
+    for reason in (
+        Reason.ENGINE_WRONG_MODEL,
+        Reason.ENGINE_HUNG,
+        Reason.ENGINE_WRONG_ANSWER,
+        Reason.ENGINE_MEMORY,
+        Reason.ENGINE_ASLEEP,
+        Reason.METRIC_FROZEN,
+    )
+}
+"""Codes of an engine that is there and cannot be used, as its replica's worker tells them."""
+
+
+def _unhealthy(replica: ReplicaView) -> Numbers:
+    return {"engine_healthy": replica.engine_healthy.value}
+
+
 def _no(reason: Reason, numbers: Numbers, *, check_in_ms: float | None = None) -> Verdict:
     return Verdict(idle=False, reason=reason, check_in_ms=check_in_ms, numbers=numbers)
 
 
-def _unusable(replica: ReplicaView, lane: LaneView, record: float, scrape: float) -> Verdict | None:
+def _unusable(replica: ReplicaView, lane: LaneView, record: float, scrape: float) -> Verdict:
     """The first signal that cannot be used; the replica's counts before the engine's metrics."""
     bad = (
         _unread("online_inflight", replica.online_inflight, record, *_TELEMETRY)
@@ -148,12 +171,14 @@ def _unusable(replica: ReplicaView, lane: LaneView, record: float, scrape: float
     if bad is not None:
         return bad
     if _value(replica.engine_healthy) < 1.0:
-        return _no(Reason.ENGINE_UNHEALTHY, {"engine_healthy": replica.engine_healthy.value})
+        return _no(_FAULTS.get(replica.engine_fault, Reason.ENGINE_UNHEALTHY), _unhealthy(replica))
     return (
         _unread("engine_running", replica.engine_running, scrape, *_METRIC)
         or _unread("engine_waiting", replica.engine_waiting, scrape, *_METRIC)
         or _unread("kv_use", replica.kv_use, scrape, *_METRIC)
         or _unread("frozen_ms", replica.frozen_ms, scrape, *_METRIC)
+        # Only if a signal is asked for and not named here: unknown all the same.
+        or _no(Reason.METRIC_MISSING, {})
     )
 
 
@@ -178,8 +203,8 @@ def _unread(name: str, signal: Signal, limit_ms: float, missing: Reason, stale: 
 
 
 def _just_arrived(replica: ReplicaView, gate: Gate, now_ms: float) -> Verdict | None:
-    """The fast path closed the gate after the replica's record was made: the record is out of date."""
-    if gate.state is GateState.OPEN or gate.reason is not Reason.ONLINE_ARRIVED:
+    """The fast path closed this gate after the replica's record was made: the record is out of date."""
+    if gate.reason is not Reason.ONLINE_ARRIVED:
         return None
     recorded_ms = now_ms - _age(replica.online_inflight)
     if recorded_ms > gate.at_ms:
@@ -187,7 +212,7 @@ def _just_arrived(replica: ReplicaView, gate: Gate, now_ms: float) -> Verdict | 
     return _no(Reason.ONLINE_ARRIVED, {"gate_at_ms": gate.at_ms, "recorded_ms": recorded_ms})
 
 
-def _queued(queue: QueueView | None, model: str, policy: IdlePolicy) -> Verdict | None:
+def queued(queue: QueueView | None, model: str, policy: IdlePolicy) -> Verdict | None:
     """Unknown depth closes; so does a request that has waited longer than a pull takes, or for how long
     nobody knows."""
     if queue is None:
@@ -211,6 +236,11 @@ def _queued(queue: QueueView | None, model: str, policy: IdlePolicy) -> Verdict 
 
 def _offline_bound(replica: ReplicaView, lane: LaneView, policy: IdlePolicy) -> float:
     """The most own offline requests that the replica's last scrape can show."""
+    return 0.0 if lane.own else _work_bound(replica, lane, policy)
+
+
+def _work_bound(replica: ReplicaView, lane: LaneView, policy: IdlePolicy) -> float:
+    """The most of them that may have run, wherever they run, since that scrape."""
     bound = _value(lane.offline_inflight)
     peak = lane.offline_peak.within(policy.max_telemetry_age_ms)
     if peak is not None:
@@ -226,12 +256,17 @@ def _scraped_ms(replica: ReplicaView) -> float:
     return min(_age(replica.engine_running), _age(replica.engine_waiting))
 
 
-def _foreign(replica: ReplicaView, lane: LaneView, idle_for: float, policy: IdlePolicy) -> float | None:
-    """Requests in the engine that are certainly not ours; None when this scrape cannot tell."""
-    scraped_ms = max(_age(replica.engine_running), _age(replica.engine_waiting))
+def _foreign(
+    replica: ReplicaView, lane: LaneView, held: float, idle_for: float, policy: IdlePolicy
+) -> float | None:
+    """Of the `held` requests in the engine those that are certainly not ours; None when this scrape cannot
+    tell."""
+    running_ms, waiting_ms = replica.engine_running.age_ms or 0.0, replica.engine_waiting.age_ms or 0.0
+    scraped_ms = running_ms if running_ms > waiting_ms else waiting_ms
     if scraped_ms + policy.metric_lag_ms > idle_for:
         return None
-    held = _value(replica.engine_running) + _value(replica.engine_waiting)
+    if held <= 0.0:
+        return 0.0
     return max(0.0, held - _offline_bound(replica, lane, policy))
 
 
@@ -240,7 +275,7 @@ def _gpu_active(replica: ReplicaView, lane: LaneView, policy: IdlePolicy) -> Ver
 
     With own offline work the GPU shows full activity, which then says nothing.
     """
-    if policy.max_gpu_activity is None or _offline_bound(replica, lane, policy) > 0:
+    if policy.max_gpu_activity is None or _work_bound(replica, lane, policy) > 0:
         return None
     bad = _unread("gpu_activity", replica.gpu_activity, policy.max_metric_age_ms, *_METRIC)
     if bad is not None:

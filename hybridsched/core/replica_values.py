@@ -16,6 +16,9 @@ from hybridsched.core.values import Value
 
 _TAG = "hs-replica"
 
+MOVED = "-off"
+"""End of the token of a job that was kept off nodes when it was submitted."""
+
 
 class Phase(StrEnum):
     PENDING = "pending"
@@ -67,6 +70,25 @@ class SeenJob(Value, frozen=True, kw_only=True):
     """End of its time limit; None: none, or it has not started."""
     serving: bool | None = None
     """Whether its engine is healthy by fresh telemetry; None: telemetry could not be read."""
+    going: bool = False
+    """Its host changes its mode: it is made to leave elsewhere, and counts for nothing."""
+    nodes: tuple[str, ...] = ()
+    """Where it runs."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that Slurm keeps it off."""
+
+    @property
+    def kept_off(self) -> bool:
+        """Whether it waits, and was kept off nodes by us."""
+        return self.phase is Phase.PENDING and self.token.endswith(MOVED)
+
+
+class Move(Value, frozen=True, kw_only=True):
+    """Replicas of a group that have to come to serve off certain nodes, whose host is to change its mode."""
+
+    group: str
+    count: int
+    nodes: tuple[str, ...]
 
 
 class LostGpu(Value, frozen=True, kw_only=True):
@@ -83,6 +105,7 @@ class Seen(Value, frozen=True, kw_only=True):
     at_ms: float
     jobs: tuple[SeenJob, ...] = ()
     lost: tuple[LostGpu, ...] = ()
+    moves: tuple[Move, ...] = ()
     drained: tuple[str, ...] = ()
     """Nodes that stand drained with a reason of ours."""
 
@@ -92,6 +115,8 @@ class Submit(Value, frozen=True, kw_only=True, tag="submit"):
     token: str
     spec: str
     why: str
+    excluded: tuple[str, ...] = ()
+    """Nodes on which it must not start."""
 
 
 class Stop(Value, frozen=True, kw_only=True, tag="stop"):
@@ -164,6 +189,8 @@ class Order(Value, frozen=True, kw_only=True):
     token: str
     at_ms: float
     job: int | None = None
+    moved: bool = False
+    """It was kept off nodes."""
     unsure_ms: float | None = None
     """Nobody knows whether Slurm took it; since when."""
     looked_ms: float | None = None

@@ -18,11 +18,13 @@ import msgspec
 
 from hybridsched.core.policy import ReplicasPolicy, SlurmPolicy
 from hybridsched.core.replica_values import (
+    MOVED,
     Cancel,
     Drain,
     Fleet,
     Instruction,
     Life,
+    Move,
     Order,
     Phase,
     Result,
@@ -61,14 +63,31 @@ WARM_PATIENCE = 3
 
 
 def shortest_limit_s(wanted: ReplicasPolicy, policy: SlurmPolicy) -> int:
-    """The least time limit with which every replica serves at least as long as it takes to warm up one."""
-    waves = math.ceil(max(wanted.count, 1) / wanted.surge)
-    return math.ceil((_waves_ms(waves, wanted, policy) + wanted.warm_ms) / 1000.0) + policy.notice_s + EARLY_S
+    """The least time limit with which every replica serves long enough for the successors of all to warm up,
+    and as long as its own start and notice take: a place is then replaced about twice within a time limit."""
+    overhead_ms = _lead_ms(policy) + wanted.warm_ms
+    serves_ms = max(_waves_ms(_waves(wanted.count, wanted), wanted, _wave_ms(wanted, policy)), overhead_ms)
+    return math.ceil((overhead_ms + serves_ms) / 1000.0)
 
 
-def _waves_ms(waves: int, wanted: ReplicasPolicy, policy: SlurmPolicy) -> float:
-    """How long that many waves of successors take: each warms up, then elders must go."""
-    return waves * wanted.warm_ms + (waves - 1) * policy.stop_ms
+def _lead_ms(policy: SlurmPolicy) -> float:
+    """How long before its time limit a job's signal may come: its successor serves by then."""
+    return (policy.notice_s + EARLY_S) * 1000.0
+
+
+def _waves(jobs: int, wanted: ReplicasPolicy) -> int:
+    """How often `surge` successors must warm up for that many jobs to be replaced."""
+    return math.ceil(max(jobs, 1) / wanted.surge)
+
+
+def _wave_ms(wanted: ReplicasPolicy, policy: SlurmPolicy) -> float:
+    """From one wave to the next where there is time: successors warm up, then elders must go."""
+    return wanted.warm_ms + policy.stop_ms
+
+
+def _waves_ms(waves: int, wanted: ReplicasPolicy, wave_ms: float) -> float:
+    """How long that many waves take, one each `wave_ms`; nobody waits for the last one's elders."""
+    return wanted.warm_ms + (waves - 1) * wave_ms
 
 
 def step(fleet: Fleet, seen: Seen, policy: SlurmPolicy) -> tuple[Fleet, tuple[Instruction, ...]]:
@@ -81,9 +100,11 @@ def step(fleet: Fleet, seen: Seen, policy: SlurmPolicy) -> tuple[Fleet, tuple[In
     out: list[Instruction] = []
     names = list(groups) + sorted({job.group for job in seen.jobs} - set(groups))
     for name in names:
-        jobs = [j for j in seen.jobs if j.group == name and j.phase in (Phase.PENDING, Phase.RUNNING)]
+        live = (Phase.PENDING, Phase.RUNNING)
+        jobs = [j for j in seen.jobs if j.group == name and j.phase in live and not j.going]
         wanted = groups.get(name) or ReplicasPolicy(model="", name=name, count=0)
-        group = _Group(wanted, policy, seen.at_ms, jobs, lives, witnessed=witnessed)
+        move = next((move for move in seen.moves if move.group == name), None)
+        group = _Group(wanted, policy, seen.at_ms, jobs, lives, witnessed=witnessed, move=move)
         acts = group.dismissals()
         fleet, submits = _submissions(fleet, group)
         out += [*acts, *submits]
@@ -159,6 +180,9 @@ def _follow(fleet: Fleet, seen: Seen, policy: SlurmPolicy, groups: dict[str, Rep
     lives: list[Life] = []
     recovered: set[str] = set()
     for job in seen.jobs:
+        if job.going:
+            known.pop(job.job, None)  # its end is no death
+            continue
         if job.phase not in (Phase.PENDING, Phase.RUNNING):
             continue
         life = known.pop(job.job, None) or Life(job=job.job, group=job.group)
@@ -176,7 +200,7 @@ def _follow(fleet: Fleet, seen: Seen, policy: SlurmPolicy, groups: dict[str, Rep
         lives.append(msgspec.structs.replace(life, ends_ms=ends, silent_ms=silent, served_ms=served))
     troubles = tuple(t for t in fleet.troubles if t.group not in recovered)
     fleet = msgspec.structs.replace(fleet, lives=tuple(lives), troubles=troubles)
-    margin = (policy.notice_s + EARLY_S) * 1000.0
+    margin = _lead_ms(policy)
     for life in known.values():
         if life.dismissed or life.group not in groups:
             continue
@@ -216,6 +240,7 @@ class _Group:
         lives: dict[int, Life],
         *,
         witnessed: bool,
+        move: Move | None,
     ) -> None:
         self.wanted, self.at_ms, self.jobs = wanted, at_ms, jobs
         self._policy, self._lives, self._witnessed = policy, lives, witnessed
@@ -227,23 +252,41 @@ class _Group:
         fit = [job for job in staying if not job.stuck and job.spec == self.spec]
         self.silent = [job for job in fit if self._silent_for(job) > self._patience(job)]
         fit = [job for job in fit if job not in self.silent]
-        self.due = [job for job in fit if job.job in due]
-        self.lasting = [job for job in fit if job.job not in due]
+        self.move = move
+        away = frozenset[str]() if move is None else frozenset(move.nodes)
+        self.astray = [job for job in fit if job.kept_off and not (away and away <= set(job.excluded))]
+        self.off = [job for job in fit if job.kept_off and job not in self.astray]
+        fit = [job for job in fit if not job.kept_off]
+        here = [job for job in fit if job.phase is Phase.RUNNING and not away.isdisjoint(job.nodes)]
+        here.sort(key=lambda job: (job.ends_ms or math.inf, job.job))
+        self.moving = here[: move.count] if move is not None else []
+        self.due = [job for job in fit if job.job in due or job in self.moving]
+        self.lasting = [job for job in fit if job not in self.due]
+        self.coming = [
+            job
+            for job in self.lasting
+            if job.phase is Phase.RUNNING and not job.serving and away.isdisjoint(job.nodes)
+        ]
         self.unproved = [job for job in staying if lives[job.job].served_ms is None]
 
     def _due(self, running: list[SeenJob]) -> frozenset[int]:
         """Jobs whose successors must be started now, for each to be warm in time.
 
         Only `surge` successors warm up at once, so those that end together are replaced in waves, and the
-        first wave must begin early enough for the last.
+        first wave must begin early enough for the last. Waves come no further apart than leaves room for
+        one of each place between a job's start and its successor's: else the newest job, which ends soon
+        after its elders, would make the oldest due again and again.
         """
         wanted = self.wanted
-        lead = (self._policy.notice_s + EARLY_S) * 1000.0
+        lead = _lead_ms(self._policy)
+        round_ms = wanted.time_limit_s * 1000.0 - lead - wanted.warm_ms
+        room_ms = round_ms / _waves(wanted.count, wanted)
+        wave_ms = min(_wave_ms(wanted, self._policy), max(room_ms, wanted.warm_ms))
         timed = sorted((job.ends_ms, job.job) for job in running if job.ends_ms is not None)
         due: set[int] = set()
         for i, (_, number) in enumerate(timed):
             start = min(
-                end - lead - _waves_ms(math.ceil((j - i + 1) / wanted.surge), wanted, self._policy)
+                end - lead - _waves_ms(_waves(j - i + 1, wanted), wanted, wave_ms)
                 for j, (end, _) in enumerate(timed)
                 if j >= i
             )
@@ -267,6 +310,7 @@ class _Group:
         for job in self.jobs:
             out += self._overdue(job)
         out += [self._cancel(job, "Slurm could not launch it and holds it") for job in self.stuck]
+        out += [self._cancel(job, "it waits for a node off a host that stays") for job in self.astray]
         # Out of date and of no use yet: gone at once. Those that serve wait for their successors.
         out += [self._cancel(job, "the policy changed") for job in self.outdated if not job.serving]
         serving = [job for job in self.lasting if job.serving]
@@ -275,6 +319,7 @@ class _Group:
         elders.sort(key=lambda job: (job.spec == self.spec, job.ends_ms or math.inf, job.job))
         for job in elders[: max(0, len(elders) - needed)]:
             why = "the policy changed" if job.spec != self.spec else "its time limit is near"
+            why = "its host is to change its mode" if job in self.moving else why
             out.append(self._stop(job, f"{why} and enough others serve"))
         out += self._silences(needed)
         return out + self._surplus()
@@ -325,8 +370,13 @@ def _submissions(fleet: Fleet, group: _Group) -> tuple[Fleet, list[Submit]]:
     wanted, at_ms = group.wanted, group.at_ms
     for job in group.stuck:
         fleet = _died(fleet, wanted.group, at_ms, f"job {job.job} could not be launched")
-    ordered = sum(order.group == wanted.group for order in fleet.orders)
-    missing = wanted.count - len(group.lasting) - ordered
+    orders = [order for order in fleet.orders if order.group == wanted.group]
+    ordered = len(orders)
+    moved = sum(order.moved for order in orders)
+    # One that waits for another node stands for the one that it lets go, and for no other: it may wait long.
+    off = len(group.off) + moved
+    missing = wanted.count - len(group.lasting) - (ordered - moved) - min(off, len(group.moving))
+    away = 0 if group.move is None else max(0, group.move.count - off - len(group.coming))
     room = wanted.count + wanted.surge - len(group.jobs) - ordered if wanted.count else 0
     n = min(missing, room)
     trouble = next((t for t in fleet.troubles if t.group == wanted.group), None)
@@ -338,11 +388,16 @@ def _submissions(fleet: Fleet, group: _Group) -> tuple[Fleet, list[Submit]]:
     elif group.due or group.outdated or group.silent:
         why = "successor of one that does not last"
     submits: list[Submit] = []
-    for _ in range(n):
+    for i in range(n):
         fleet = msgspec.structs.replace(fleet, count=fleet.count + 1)
         token = f"{fleet.born}-{fleet.count}"
-        submits.append(Submit(group=wanted.group, token=token, spec=group.spec, why=why))
-        order = Order(group=wanted.group, token=token, at_ms=at_ms)
+        nodes = group.move.nodes if group.move is not None and i < away else ()
+        if nodes:
+            token, why_so = token + MOVED, "successor of one whose host is to change its mode"
+        else:
+            why_so = why
+        submits.append(Submit(group=wanted.group, token=token, spec=group.spec, why=why_so, excluded=nodes))
+        order = Order(group=wanted.group, token=token, at_ms=at_ms, moved=bool(nodes))
         fleet = msgspec.structs.replace(fleet, orders=(*fleet.orders, order))
     return fleet, submits
 

@@ -21,6 +21,11 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
 
+def is_model_name(name: str) -> bool:
+    """Whether a worker can be of the model of this name: it is not empty, and without blanks and braces."""
+    return bool(name) and not any(sign in name for sign in "{}\n\r\0 ")
+
+
 class Signal(Value, frozen=True, kw_only=True):
     """One measured number with its age. `value` None means unknown, which is never the same as 0."""
 
@@ -63,6 +68,9 @@ class Budget(Value, frozen=True, kw_only=True):
     """Tokens (prompt + output) that one chunk should hold, so that its boundary comes in time."""
     slice_tokens: int
     """Offline prompt tokens that may enter one engine iteration; 0 means a prompt goes in whole."""
+    beside_tokens: float = 0.0
+    """The budget holds beside online work: a claim leaves the gate open while its replica's load (tokens, as
+    routing counts) is at most this. 0: every claim closes the gate."""
 
 
 NO_BUDGET = Budget(max_inflight=0, chunk_tokens=0, slice_tokens=0)
@@ -83,6 +91,21 @@ class Gate(Value, frozen=True, kw_only=True):
     by: str = ""
     at_ms: float = 0.0
     """Server time of the publication."""
+    since_ms: float = 0.0
+    """Server time since which the state has been so without a break; a new reason or budget leaves it."""
+
+
+class LatencyFit(Value, frozen=True, kw_only=True):
+    """How long an engine's iterations take, as fitted to them; see `core.latency` for the formula."""
+
+    fixed_ms: float
+    free_tokens: float
+    token_ms: float
+    cache_ms: float = 0.0
+    """Milliseconds with all of the KV cache in use."""
+    error: float = 0.0
+    """Mean relative error over the samples it was fitted to."""
+    samples: int = 0
 
 
 class ReplicaView(Value, frozen=True, kw_only=True):
@@ -96,8 +119,16 @@ class ReplicaView(Value, frozen=True, kw_only=True):
     """Online requests that the replica's worker holds (sent to the engine or about to be)."""
     online_idle_ms: Signal = UNKNOWN
     """How long the worker has held none; 0 while it holds any."""
+    online_load: Signal = UNKNOWN
+    """Tokens that its online requests still cost, as routing counts them (`core.routing.load_of`)."""
+    online_ttft_ms: Signal = UNKNOWN
+    """Mean time to first token of its online requests over the last half minute or so."""
+    online_tpot_ms: Signal = UNKNOWN
+    """The same of the time per further token."""
     engine_healthy: Signal = UNKNOWN
     """1 healthy, 0 not."""
+    engine_fault: str = ""
+    """The code of what is wrong with an engine that answers and is not healthy; empty when none is."""
     engine_running: Signal = UNKNOWN
     """`vllm:num_requests_running`: online, offline and foreign together."""
     engine_waiting: Signal = UNKNOWN
@@ -108,6 +139,10 @@ class ReplicaView(Value, frozen=True, kw_only=True):
     """How long the engine has held requests with no token counter moving; 0 when one moves or it is empty."""
     ttft_p99_ms: Signal = UNKNOWN
     tpot_p99_ms: Signal = UNKNOWN
+    latency: LatencyFit | None = None
+    """How long its iterations take; None: not known."""
+    latency_age_ms: float | None = None
+    """Since the last iterations that it was fitted to."""
     gpu_activity: Signal = UNKNOWN
     """Share of the sample time in which a kernel ran, 0..1; unknown under MIG without GPM."""
 
@@ -117,11 +152,13 @@ class LaneView(Value, frozen=True, kw_only=True):
 
     lane: str
     replica: str
-    """The replica whose engine it shares."""
+    """The replica whose engine it shares, or beside which its own engine stands."""
+    own: bool = False
+    """It has an engine of its own: nothing of it is in the replica's."""
     gate: Gate | None = None
     """The gate as it stands in Redis; None when its lease has expired."""
-    epoch: int = 0
-    """The lane's current epoch (it outlives the gate)."""
+    epoch: int | None = 0
+    """The lane's current epoch (it outlives the gate); None: what stands there is no number."""
     offline_inflight: Signal = UNKNOWN
     """Offline requests that the lane's worker has in the engine, counted as the engine does: by sequences."""
     work: Signal = UNKNOWN
@@ -145,6 +182,10 @@ class QueueView(Value, frozen=True, kw_only=True):
     model: str
     depth: Signal = UNKNOWN
     oldest_wait_ms: Signal = UNKNOWN
+    burst_requests: Signal = UNKNOWN
+    """Requests of the largest burst to expect, learned from arrivals (`core.arrivals`)."""
+    burst_tokens: Signal = UNKNOWN
+    """The same in prompt tokens."""
 
 
 class Hold(Value, frozen=True, kw_only=True):
@@ -155,6 +196,47 @@ class Hold(Value, frozen=True, kw_only=True):
     why: str
     until_ms: float | None = None
     """Server time at which the hold ends by itself; None: until released."""
+    id: str = ""
+    """What it is released by. Several may hold one place: it is held while any of them stands."""
+
+    def stands(self, now_ms: float) -> bool:
+        """Whether its time is not over at `now_ms`."""
+        return self.until_ms is None or self.until_ms > now_ms
+
+
+class Rank(Value, frozen=True, kw_only=True):
+    """One replica's place in its model's pack order: lower ranks take requests first, up to their caps."""
+
+    replica: str
+    rank: int
+    max_inflight: int
+    """It is passed over while it holds this many online requests."""
+    max_load: float
+    """It is passed over while it carries this much load (tokens, as routing counts)."""
+
+
+class Pack(Value, frozen=True, kw_only=True):
+    """The pack order of one model, as published. It is a lease: without renewal, routing is least loaded."""
+
+    model: str
+    ranks: tuple[Rank, ...] = ()
+    """By rank."""
+    reach: int = 0
+    """Ranks that online needs now and in the largest burst to expect, a spare included."""
+    fill: float = 1.0
+    """What is left of the policy's caps after feedback on measured latency, 0..1."""
+    first_tpot_ms: float | None = None
+    """Mean time per token on the replica of the first rank, in whole milliseconds; None: not known."""
+    adjusted_ms: float = 0.0
+    """Server time at which `fill` was last looked at."""
+    policy_version: int = 0
+    by: str = ""
+    at_ms: float = 0.0
+    """Server time of the publication or its last renewal."""
+
+    def stands(self, now_ms: float, lease_ms: float) -> bool:
+        """Whether its lease holds at `now_ms`."""
+        return 0.0 <= now_ms - self.at_ms <= lease_ms
 
 
 class Snapshot(Value, frozen=True, kw_only=True):
@@ -167,6 +249,8 @@ class Snapshot(Value, frozen=True, kw_only=True):
     lanes: tuple[LaneView, ...] = ()
     queues: tuple[QueueView, ...] = ()
     holds: tuple[Hold, ...] = ()
+    packs: tuple[Pack, ...] = ()
+    """The pack orders as they stand published."""
 
 
 class GateDecision(Value, frozen=True, kw_only=True):

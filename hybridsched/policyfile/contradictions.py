@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hybridsched.core.policy import PoolPolicy, Rung
+from hybridsched.core.policy import PolicyKind, PoolPolicy, Rung
 from hybridsched.core.replicas import shortest_limit_s
+from hybridsched.policyfile.mode_checks import mode_mistakes
 from hybridsched.policyfile.schema import Problem
 
 
@@ -23,11 +24,11 @@ def contradictions(policy: PoolPolicy) -> list[tuple[Problem, set[str]]]:
             "cycle.interval_ms",
         )
     ladder = [rung.value for rung in pause.ladder]
-    if ladder not in (["boundary"], ["boundary", "iteration"]):
+    if ladder not in (["boundary"], ["boundary", "iteration"], ["boundary", "iteration", "sleep"]):
         say(
             "pause.ladder",
-            f'was given {ladder}; it must be ["boundary"] or ["boundary", "iteration"]: a ladder begins with '
-            "boundary, rungs stand in this order and each once",
+            f'was given {ladder}; it must be ["boundary"], ["boundary", "iteration"] or ["boundary", '
+            '"iteration", "sleep"]: a ladder begins with boundary, rungs stand in this order and each once',
         )
     elif pause.grace_ms > 0 and Rung.ITERATION not in pause.ladder:
         say(
@@ -57,7 +58,30 @@ def contradictions(policy: PoolPolicy) -> list[tuple[Problem, set[str]]]:
             f"({engine.max_num_seqs}): the rest would wait inside the engine",
             "engine.max_num_seqs",
         )
-    return found + _replicas(policy)
+    if policy.kind is PolicyKind.CONSOLIDATE and not policy.pack.enabled:
+        say(
+            "pack.enabled",
+            'was given false, but kind is "consolidate", which is nothing without it; set true, or take kind '
+            "idle-window",
+            "kind",
+        )
+    if policy.pack.enabled and policy.pack.max_inflight > policy.online.max_inflight:
+        say(
+            "pack.max_inflight",
+            f"was given {policy.pack.max_inflight}; it must not exceed online.max_inflight "
+            f"({policy.online.max_inflight}), beyond which a replica takes no request",
+            "online.max_inflight",
+        )
+    least = policy.headroom.least_slice_tokens
+    if policy.kind is PolicyKind.HEADROOM and 0 < offline.slice_tokens < least:
+        say(
+            "headroom.least_slice_tokens",
+            f"was given {least}; it must not exceed offline.slice_tokens ({offline.slice_tokens}): nothing "
+            "would begin beside online, and those that run would have longer slices than that",
+            "offline.slice_tokens",
+        )
+    modes = [(Problem(key, text), {key}) for key, text in mode_mistakes(policy)]
+    return found + _replicas(policy) + modes
 
 
 def _replicas(policy: PoolPolicy) -> list[tuple[Problem, set[str]]]:
@@ -78,7 +102,7 @@ def _replicas(policy: PoolPolicy) -> list[tuple[Problem, set[str]]]:
             message = (
                 f"was given {wanted.time_limit_s}; with warm_ms {wanted.warm_ms:g} and slurm.notice_s "
                 f"{policy.slurm.notice_s} it must be at least {least}, or a replica would be replaced "
-                "as soon as it serves"
+                "soon after it serves"
             )
             used = {f"{where}.time_limit_s", f"{where}.warm_ms", "slurm.notice_s"}
             found.append((Problem(f"{where}.time_limit_s", message), used))

@@ -15,10 +15,21 @@ import msgspec
 from pydantic import ValidationError
 
 from hybridsched.core.policy import PolicyKind, PoolPolicy
+from hybridsched.policyfile import modes_schema
 from hybridsched.policyfile.contradictions import contradictions
-from hybridsched.policyfile.schema import PolicyTable, Problem, Table, keys, replica_keys, to_policy
+from hybridsched.policyfile.fields import Table
+from hybridsched.policyfile.schema import (
+    PolicyTable,
+    Problem,
+    keys,
+    limits,
+    nested_keys,
+    reasons,
+    replica_keys,
+    to_policy,
+)
 
-PRESETS = ("idle-window", "unprotected", "online-only")
+PRESETS = ("idle-window", "consolidate", "headroom", "unprotected", "online-only")
 """Names of the policies that come with the package."""
 
 
@@ -28,7 +39,11 @@ class PolicyError(Exception):
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         lines = "\n".join(f"  {problem.text(source)}" for problem in problems)
-        super().__init__(f"policy {source} has {count}:\n{lines}")
+        if [(problem.key, problem.line) for problem in problems] == [("", None)]:
+            # Of the file as a whole: it is not there, is a folder, is no text.
+            super().__init__(f"policy {source} cannot be used: {problems[0].message}")
+        else:
+            super().__init__(f"policy {source} has {count}:\n{lines}")
         self.source = source
         self.problems = problems
 
@@ -76,18 +91,19 @@ def load_policy(source: str | Path) -> LoadedPolicy:
 
 def parse_policy(text: str, *, source: str = "text") -> LoadedPolicy:
     """Check the TOML `text`. `source` names it in messages. Raises `PolicyError` with every mistake."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        found = re.search(r"at line (\d+)", str(error))
-        line = int(found.group(1)) if found else None
-        raise PolicyError(source, (Problem("", f"not valid TOML: {error}", line),)) from error
+    data = _read(text, source)
     lines = _key_lines(text)
     table, problems = _validate(data)
     bad = {problem.key for problem in problems}
     if table is not None:
         policy = to_policy(table)
-        problems += [p for p, used in contradictions(policy) if not bad.intersection(used)]
+        # Tables of the modes go as a whole when one value is wrong: what the rest lacks then says nothing.
+        no_modes = any(key.startswith("modes") for key in bad)
+        problems += [
+            p
+            for p, used in contradictions(policy)
+            if not (bad.intersection(used) or (no_modes and p.key.startswith("modes")))
+        ]
     if table is None or problems:
         placed = [Problem(p.key, p.message, _line_of(p.key, lines)) for p in problems]
         raise PolicyError(source, tuple(sorted(placed, key=lambda p: p.line or 0)))
@@ -95,12 +111,74 @@ def parse_policy(text: str, *, source: str = "text") -> LoadedPolicy:
     return LoadedPolicy(policy=policy, source=source, origins=origins)
 
 
+def check_policy(policy: PoolPolicy) -> tuple[Problem, ...]:
+    """The mistakes of a policy that came from no file: one that was written to Redis by other means."""
+    values = msgspec.to_builtins(policy)
+    values.pop("version", None)
+    table, problems = _validate(values)
+    if table is not None and not problems:
+        problems = [problem for problem, _ in contradictions(policy)]
+    return tuple(problems)
+
+
+def _read(text: str, source: str) -> dict[str, Any]:
+    """The tables of the TOML `text`. Raises `PolicyError` for what is none, or can be no policy."""
+    if len(text) > LONGEST_TEXT:
+        problem = Problem("", f"has {len(text):,} characters; a policy has at most {LONGEST_TEXT:,}")
+        raise PolicyError(source, (problem,))
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        named = re.search(r"at line (\d+)", str(error))
+        line = int(named.group(1)) if named else None
+        raise PolicyError(source, (Problem("", f"not valid TOML: {error}", line),)) from error
+    except RecursionError as error:
+        raise PolicyError(source, (Problem("", _TOO_DEEP),)) from error
+    except ValueError as error:  # of int(), beyond the digits that it takes
+        raise PolicyError(source, (Problem("", _TOO_LARGE),)) from error
+    flaw = _monstrous(list(data.values()))
+    if flaw:
+        raise PolicyError(source, (Problem("", flaw),))
+    return data
+
+
+LONGEST_TEXT = 1_000_000
+"""Characters of a policy file: thousands of replica groups fit."""
+
+DEEPEST = 8
+"""Tables and lists within each other. The deepest value there is, an argument of a replica, stands at 4."""
+
+_TOO_DEEP = "is nested too deeply; values stand in tables such as [idle] and [[slurm.replicas]], no deeper"
+
+_TOO_LARGE = "holds a number of hundreds of digits, which no key of a policy takes"
+
+
+def _monstrous(values: list[Any]) -> str:
+    """What makes values unfit to be looked at any closer; empty when nothing does. Without recursion."""
+    layer = values
+    for _ in range(DEEPEST):
+        if any(isinstance(item, int) and item.bit_length() > 1000 for item in layer):
+            return _TOO_LARGE
+        inner: list[Any] = []
+        for item in layer:
+            if isinstance(item, dict | list):
+                inner += item.values() if isinstance(item, dict) else item
+        layer = inner
+        if not layer:
+            return ""
+    return _TOO_DEEP
+
+
 def _validate(data: dict[str, Any]) -> tuple[PolicyTable | None, list[Problem]]:
     """The table, and the mistakes. Wrong optional values are left out, so that the rest can be compared."""
     try:
         return PolicyTable.model_validate(data), []
     except ValidationError as error:
-        problems = [_problem(dict(detail)) for detail in error.errors(include_url=False)]
+        wrong = error.errors(include_url=False)
+        inside = {detail["loc"][:n] for detail in wrong for n in range(len(detail["loc"]))}
+        # A list whose only item is wrong counts as empty as well: the item is what there is to say.
+        wrong = [d for d in wrong if d["type"] != "too_short" or d["loc"] not in inside]
+        problems = [_problem(dict(detail)) for detail in wrong]
         repaired = json.loads(json.dumps(data, default=str))
         for detail in error.errors(include_url=False):
             _remove(repaired, tuple(detail["loc"]))
@@ -129,16 +207,34 @@ def _remove(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:
 def _problem(detail: dict[str, Any]) -> Problem:
     loc = tuple(part for part in detail["loc"] if isinstance(part, str))
     key, kind, given = _path(detail["loc"]), detail["type"], detail["input"]
-    meanings = keys() | replica_keys()
+    meanings = keys() | nested_keys()
     if kind == "extra_forbidden":
         return Problem(key, _unknown_key(loc))
     if kind == "missing":
         return Problem(key, f"is missing; give the {meanings['.'.join(loc)]}")
+    shown = _shown(given)
     if kind in ("model_type", "model_attributes_type"):
-        return Problem(key, f"was given {given!r}; it must be a table, written [{key}]")
-    limits = str(detail["msg"]).removeprefix("Input ").removeprefix("String ").replace("valid tuple", "list")
+        return Problem(key, f"was given {shown}; it must be a table, written [{key}]")
+    if kind == "too_short":
+        return Problem(key, f"was given {shown}; it must have at least {detail['ctx']['min_length']} item")
+    plain = ".".join(loc)
+    if kind in ("greater_than_equal", "less_than_equal") and plain in reasons():
+        least, most = limits()[plain]
+        message = f"was given {shown}; it must be from {least:,.12g} to {most:,.12g} ({meanings[plain]}): "
+        return Problem(key, message + reasons()[plain])
+    allowed = str(detail["msg"]).removeprefix("Input ").removeprefix("String ").replace("valid tuple", "list")
     meaning = meanings.get(".".join(loc), "")
-    return Problem(key, f"was given {given!r}; it {limits}" + (f" ({meaning})" if meaning else ""))
+    return Problem(key, f"was given {shown}; it {allowed}" + (f" ({meaning})" if meaning else ""))
+
+
+def _shown(given: Any) -> str:
+    """What was given, as far as it helps."""
+    text = repr(given)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+SHOWN = 80
+"""Characters of a wrong value that a message shows."""
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -157,7 +253,7 @@ def _unknown_key(loc: tuple[str, ...]) -> str:
         return "is not for the file: the pool gives a policy its version when it is published"
     prefix = ".".join(loc[:-1])
     depth = len(loc)
-    every = [key for key in keys() | replica_keys() if _inside(key, prefix)]
+    every = [key for key in keys() | nested_keys() if _inside(key, prefix)]
     known = sorted({".".join(key.split(".")[:depth]).rpartition(".")[2] for key in every})
     near = difflib.get_close_matches(loc[-1], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -179,15 +275,25 @@ def _key_lines(text: str) -> dict[str, int]:
     seen: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
-            table = header.group(2)
+            table = _numbered(header.group(2), seen)
             lines.setdefault(table, number)
             if header.group(1) == "[[":
-                index = seen[table] = seen.get(table, -1) + 1
-                table = f"{table}[{index}]"
+                seen[table] = seen.get(table, -1) + 1
+                table = f"{table}[{seen[table]}]"
                 lines[table] = number
         elif key := _KEY.match(line):
             lines.setdefault(f"{table}.{key.group(1)}" if table else key.group(1), number)
     return lines
+
+
+def _numbered(table: str, seen: Mapping[str, int]) -> str:
+    """A header's name with the number of the table in each list above it that it belongs to."""
+    path = ""
+    for part in table.split("."):
+        if path in seen:
+            path += f"[{seen[path]}]"
+        path += f".{part}" if path else part
+    return path
 
 
 def _line_of(key: str, lines: Mapping[str, int]) -> int | None:
@@ -201,6 +307,9 @@ def dump_toml(policy: PoolPolicy) -> str:
     out: list[str] = []
     for name, field in PolicyTable.model_fields.items():
         table = field.annotation
+        if name == "modes" and values[name] is not None:
+            out += ["", f"# {field.description}", *modes_schema.dump(values[name])]
+            continue
         if not (isinstance(table, type) and issubclass(table, Table)):
             out += [f"# {field.description}", _line(name, values[name])]
             continue

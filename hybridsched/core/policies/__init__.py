@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from hybridsched.core.policies import idle_window, online_only, unprotected
+from hybridsched.core.policies import consolidate, headroom, idle_window, online_only, unprotected
 from hybridsched.core.policies._proposal import LaneFacts, PolicyFunction, Proposal
 from hybridsched.core.policy import PolicyKind
 
 REGISTRY: dict[PolicyKind, PolicyFunction] = {
     PolicyKind.IDLE_WINDOW: idle_window.propose,
+    PolicyKind.CONSOLIDATE: consolidate.propose,
+    PolicyKind.HEADROOM: headroom.propose,
     PolicyKind.UNPROTECTED: unprotected.propose,
     PolicyKind.ONLINE_ONLY: online_only.propose,
 }

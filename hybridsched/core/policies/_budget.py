@@ -14,19 +14,20 @@ def lane_budget(facts: LaneFacts, policy: PoolPolicy) -> Budget:
 
     KV use is the engine's, our own offline work included. Above `kv_share` the lane may keep what it runs and
     admit no more; a lane that runs nothing then has no room at all. A policy that opens without knowing what
-    online holds (only `unprotected` does) leaves it the slots for online and no others.
+    online holds (only `unprotected` does) leaves it the slots for online and no others. In an engine of the
+    lane's own online holds nothing and needs no slot, and its worker alone knows its KV cache.
     """
     offline, lane, replica = policy.offline, facts.lane, facts.replica
     age = policy.idle.max_telemetry_age_ms
-    online = (replica.online_inflight.within(age) if replica is not None else None) or 0.0
-    inflight = min(
-        offline.max_inflight,
-        offline_slots(
-            max_num_seqs=policy.engine.max_num_seqs,
-            slots_for_online=offline.slots_for_online,
-            online_inflight=int(online),
-        ),
+    shared = None if lane.own else replica
+    online = (shared.online_inflight.within(age) if shared is not None else None) or 0.0
+    inflight = offline_slots(
+        max_num_seqs=policy.engine.max_num_seqs,
+        slots_for_online=0 if lane.own else offline.slots_for_online,
+        online_inflight=int(online),
     )
+    if inflight > offline.max_inflight:
+        inflight = offline.max_inflight
     if _kv_full(facts, policy):
         inflight = min(inflight, int(lane.offline_inflight.within(age) or 0.0))
     rate = lane.tokens_per_s.within(age)
@@ -44,7 +45,7 @@ def _kv_full(facts: LaneFacts, policy: PoolPolicy) -> bool:
     for a lane that now runs nothing the number counts only if the same scrape shows an empty engine.
     """
     replica, lane = facts.replica, facts.lane
-    if replica is None:
+    if replica is None or lane.own:
         return False
     age = policy.idle.max_metric_age_ms
     if (replica.kv_use.within(age) or 0.0) <= policy.offline.kv_share:

@@ -9,7 +9,7 @@ import msgspec
 from hybridsched.core.idle import Numbers
 from hybridsched.core.policy import PoolPolicy
 from hybridsched.core.reasons import Reason
-from hybridsched.core.values import NO_BUDGET, Budget, LaneView, QueueView, ReplicaView, Value
+from hybridsched.core.values import NO_BUDGET, Budget, LaneView, QueueView, Rank, ReplicaView, Value
 
 
 class LaneFacts(Value, frozen=True, kw_only=True):
@@ -20,6 +20,17 @@ class LaneFacts(Value, frozen=True, kw_only=True):
     replica: ReplicaView | None
     """None: nothing was published by the lane's replica."""
     queue: QueueView | None
+    rank: Rank | None = None
+    """The replica's place in the pack order; None: it has none, or its lease is over."""
+    reach: int = 0
+    """Of the same order: ranks that online needs, bursts included."""
+    first_tpot_ms: float | None = None
+    """Of the same order: time per token on its first replica."""
+
+    @property
+    def far(self) -> bool:
+        """Whether no burst to expect reaches the replica."""
+        return self.rank is not None and self.rank.rank >= self.reach > 0
 
 
 class Proposal(Value, frozen=True, kw_only=True):
@@ -44,10 +55,14 @@ def without_work(lane: LaneView, policy: PoolPolicy) -> Proposal | None:
     its last lines.
     """
     max_age_ms = policy.idle.max_telemetry_age_ms
-    queued, running = lane.work.within(max_age_ms), lane.offline_inflight.within(max_age_ms)
-    if queued is not None and (queued > 0 or running is None or running > 0):
-        return None
-    if queued is None and (lane.waiting_jobs.within(policy.slurm.max_age_ms) or 0.0) > 0:
+    queued = lane.work.within(max_age_ms)
+    if queued is not None:
+        if queued > 0:
+            return None
+        running = lane.offline_inflight.within(max_age_ms)
+        if running is None or running > 0:
+            return None
+    elif (lane.waiting_jobs.within(policy.slurm.max_age_ms) or 0.0) > 0:
         return None
     return Proposal(
         open=False,
