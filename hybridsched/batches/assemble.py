@@ -8,49 +8,38 @@ finishes a chunk may call `advance`; a lock makes it one at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 
-from hybridsched.batches.files import BatchFileError, FileLock, OutputChangedError, file_errors
+from hybridsched.batches.errors import (
+    RESUME,
+    BatchFileError,
+    OutputChangedError,
+    ResultsLostError,
+    file_errors,
+)
+from hybridsched.batches.files import FileLock
 from hybridsched.batches.journal import (
     RECOVERED,
     Final,
+    FinalsInOrder,
     JournalState,
     consolidate,
-    journal_paths,
-    read_all,
+    journals,
 )
 from hybridsched.batches.lines import iter_lines
+from hybridsched.batches.parts import Merge, PartsDamagedError, begin_parts
+from hybridsched.batches.progress import Progress, read_progress, write_progress
 from hybridsched.batches.records import error_record
+from hybridsched.batches.recover import recover_progress
+from hybridsched.batches.targets import Target
 from hybridsched.batches.validate import LineError, check_line
 from hybridsched.batches.work import WorkFolder
 
-STATE = "state.json"
 _CHUNKS_AT_ONCE = 32
 _LINES_AT_ONCE = 1000
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """How far the output and error files are assembled."""
-
-    next_chunk: int = 0
-    """Number of the next chunk to append; all before it are in the files."""
-    offset: int = 0
-    """Byte of the input up to which lines are in the files."""
-    line: int = 1
-    """Physical number of the line at `offset`."""
-    done: int = 0
-    """Lines in the output file."""
-    failed: int = 0
-    """Lines in the error file."""
-    output_bytes: int = 0
-    error_bytes: int = 0
-    closed: str = ""
-    """batch_expired or batch_cancelled once the rest was reported as that."""
-    at_end: bool = False
-    """Whether every line is in one of the files."""
 
 
 class Assembler:
@@ -58,28 +47,22 @@ class Assembler:
 
     def __init__(self, work: WorkFolder) -> None:
         self._work = work
-        self._state_path = work.path / STATE
 
     def state(self) -> Progress:
         """How far the files are assembled.
 
         Raises:
-            BatchFileError: the state file is damaged.
+            ResultsLostError: the state file is gone or damaged.
         """
-        try:
-            return msgspec.json.decode(self._state_path.read_bytes(), type=Progress)
-        except FileNotFoundError:
-            return Progress()
-        except (OSError, msgspec.MsgspecError) as exc:
-            raise BatchFileError(f"{self._state_path} cannot be read: {exc}") from exc
+        return read_progress(self._work.folder)
 
     def advance(self) -> Progress:
         """Append every sealed chunk that follows without a gap. Safe to call at any time, by several workers.
 
         Raises:
             DiskFullError: no space; nothing is lost, call again when there is.
-            OutputChangedError: the output or error file is shorter than what was written to it.
-            BatchFileError: a journal does not follow the chunk before it.
+            OutputChangedError: the output or error file is not what was written to it.
+            ResultsLostError: a journal or the state file is not what was written either.
         """
         return self._locked(self._advance)
 
@@ -98,17 +81,46 @@ class Assembler:
 
         return self._locked(run)
 
-    def restart(self) -> Progress:
+    def restart(self, models: Sequence[str] = ()) -> Progress:
         """Prepare for a new ledger: keep what the journals hold and say where to go on from.
 
-        Only for the holder of the folder's exclusive lock.
+        `models`: the batch is cut into parts by these (see `batches.parts`).
+
+        Where state or journals are gone or damaged it goes on from what is left: the files say themselves how
+        far they are, and lines that no journal knows run again. Only for the holder of the folder's exclusive
+        lock.
+
+        Raises: see `advance`; of `OutputChangedError` only what the files themselves lack or hold too much.
         """
-        progress = self.advance()
+        progress = self._locked(self._restart)
         consolidate(self._work, from_line=progress.line)
+        if not (models or progress.parts):
+            return progress
+        # After the journals: no chunk that was cut otherwise may be read as one of these.
+        progress = msgspec.structs.replace(progress, parts=begin_parts(progress, models))
+        write_progress(self._work.folder, progress, self._work.disk)
         return progress
 
+    def _restart(self) -> Progress:
+        work = self._work
+        work.make_missing()
+        progress: Progress | None = None
+        with suppress(ResultsLostError):
+            progress = self.state()
+        if progress is None or not self._same_files(progress):
+            progress = recover_progress(work, progress)
+            write_progress(work.folder, progress, work.disk)
+        try:
+            return self._advance()
+        except ResultsLostError:
+            return self.state()
+
+    def _same_files(self, progress: Progress) -> bool:
+        known = ((self._work.output, progress.output_inode), (self._work.errors, progress.error_inode))
+        return all(_inode(target) == inode for target, inode in known)
+
     def _locked(self, run: Callable[[], Progress]) -> Progress:
-        lock = FileLock(self._work.path / "assemble.lock", self._work.disk)
+        lock = FileLock(self._work.folder, "assemble.lock", self._work.disk)
         try:
             lock.take()
             return run()
@@ -120,30 +132,58 @@ class Assembler:
         if progress.at_end or progress.closed:
             self._forget(progress)
             return progress
-        paths: dict[int, list[Path]] = {}
-        for number, _, path in journal_paths(self._work.path):
-            paths.setdefault(number, []).append(path)
-        while not progress.at_end:
-            chunks = list(self._ready(progress, paths))
+        names: dict[int, list[str]] = {}
+        for number, _, name in journals(self._work.folder):
+            names.setdefault(number, []).append(name)
+        if progress.parts:
+            progress = self._merge(progress, names)
+        while not (progress.at_end or progress.parts):
+            chunks = list(self._ready(progress, names))
             if not chunks:
                 break
             progress = self._append_chunks(progress, chunks)
         self._forget(progress)
         return progress
 
-    def _ready(self, progress: Progress, paths: dict[int, list[Path]]) -> Iterator[JournalState]:
+    def _merge(self, progress: Progress, names: dict[int, list[str]]) -> Progress:
+        """Append what the chunks of all parts hold, as far as no line is missing in between."""
+        merge = Merge(lambda number: self._read(names[number]) if number in names else None)
+        more = True
+        while more and not progress.at_end:
+            place, finals = progress, list[Final]()
+            for _ in range(_CHUNKS_AT_ONCE):
+                try:
+                    step = None if place.at_end else merge.step(place)
+                except PartsDamagedError as exc:
+                    raise ResultsLostError(
+                        f"{self._work.path}: {exc}; a journal was damaged, or is of another run. {RESUME}"
+                    ) from exc
+                if step is None:
+                    more = False
+                    break
+                place = step[0]
+                finals += step[1]
+            if place is not progress:
+                progress = self._append(place, finals)
+        return progress
+
+    def _read(self, names: Iterable[str]) -> JournalState:
+        state = JournalState()
+        for name in names:
+            state.read(self._work.folder, name)
+        return state
+
+    def _ready(self, progress: Progress, names: dict[int, list[str]]) -> Iterator[JournalState]:
         """Sealed chunks that follow, in order, a bounded number of them."""
         offset = progress.offset
         for number in range(progress.next_chunk, progress.next_chunk + _CHUNKS_AT_ONCE):
-            state = JournalState()
-            for path in paths.get(number, ()):
-                state.read(path)
+            state = self._read(names.get(number, ()))
             if not state.sealed or state.span is None:
                 return
             if state.span.start != offset:
-                raise BatchFileError(
+                raise ResultsLostError(
                     f"{self._work.path}: chunk {number} begins at byte {state.span.start}, expected "
-                    f"{offset}; its journal is of another run"
+                    f"{offset}; its journal is of another run. {RESUME}"
                 )
             yield state
             offset = state.span.end
@@ -154,8 +194,8 @@ class Assembler:
         for chunk in chunks:
             span = chunk.span
             if span is None or len(chunk.finals) != span.lines:
-                raise BatchFileError(
-                    f"{self._work.path}: a sealed chunk lacks lines; its journal was damaged"
+                raise ResultsLostError(
+                    f"{self._work.path}: a finished chunk lacks lines; its journal was damaged. {RESUME}"
                 )
             finals.extend(chunk.finals[line] for line in sorted(chunk.finals))
         if span is None:
@@ -177,9 +217,9 @@ class Assembler:
         err: list[bytes] = []
         for final in finals:
             (err if final.failed else out).append(final.record + b"\n")
-        files = self._work.files
-        output_bytes = self._put(Path(files.output), progress.output_bytes, b"".join(out))
-        error_bytes = self._put(Path(files.errors), progress.error_bytes, b"".join(err))
+        work = self._work
+        output_bytes = self._put(work.output, progress.output_inode, progress.output_bytes, b"".join(out))
+        error_bytes = self._put(work.errors, progress.error_inode, progress.error_bytes, b"".join(err))
         progress = msgspec.structs.replace(
             progress,
             done=progress.done + len(out),
@@ -187,42 +227,49 @@ class Assembler:
             output_bytes=output_bytes,
             error_bytes=error_bytes,
         )
-        self._work.disk.write_whole(self._state_path, msgspec.json.encode(progress))
+        write_progress(work.folder, progress, work.disk)
         return progress
 
-    def _put(self, path: Path, length: int, data: bytes) -> int:
-        """Cut `path` back to `length` bytes, append `data`, flush. Returns the new length."""
-        disk = self._work.disk
-        new = length == 0 and not path.exists()
-        fd = self._work.open_file(path, os.O_WRONLY | os.O_CREAT)
+    def _put(self, target: Target, inode: int, length: int, data: bytes) -> int:
+        """Cut a file back to `length` bytes, append `data`, flush. Returns the new length."""
+        disk, path = self._work.disk, target.path
+        try:
+            fd = disk.open(target.folder, target.name, os.O_WRONLY)
+        except BatchFileError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                raise OutputChangedError(f"{path} is gone: somebody has removed it. {_ANEW}") from exc
+            raise
         try:
             with file_errors("cannot read", path):
-                found = os.fstat(fd).st_size
-            if found < length:
+                found = os.fstat(fd)
+            if inode not in (0, found.st_ino):
                 raise OutputChangedError(
-                    f"{path} has {found:,} bytes, {length:,} were written to it: somebody has changed it. "
-                    "Put it back, or remove the work folder and start the batch anew"
+                    f"{path} is another file than the batch has made: somebody has replaced it. {_ANEW}"
                 )
-            if found > length:
+            if found.st_size < length:
+                raise OutputChangedError(
+                    f"{path} has {found.st_size:,} bytes, {length:,} were written to it: somebody has "
+                    f"changed it. {_ANEW}"
+                )
+            if found.st_size > length:
                 disk.truncate(fd, length, path)
             if data:
                 os.lseek(fd, length, os.SEEK_SET)
                 disk.write(fd, data, path)
-            if data or found > length:
+            if data or found.st_size > length:
                 disk.fsync(fd, path)
         finally:
             os.close(fd)
-        if new:
-            disk.sync_folder(path.parent)
         return length + len(data)
 
     def _close_out(self, progress: Progress, code: str, message: str) -> Progress:
         work = self._work
-        held = read_all(work.path)
+        held = FinalsInOrder(work.folder)
         piece: list[Final] = []
+        cut = progress.cut
         with work.open_input() as file:
             for raw in iter_lines(file, start=progress.offset, first_line=progress.line):
-                final = held.finals.get(raw.number)
+                final = held.take(raw.number)
                 if final is None:
                     verdict = check_line(raw, duplicates=work.index.duplicates)
                     what = (
@@ -230,6 +277,7 @@ class Assembler:
                         if isinstance(verdict, LineError)
                         else (code, f"line {raw.number}: {message}")
                     )
+                    cut += not isinstance(verdict, LineError)
                     final = Final(
                         True,
                         error_record(
@@ -239,20 +287,32 @@ class Assembler:
                 piece.append(final)
                 if len(piece) >= _LINES_AT_ONCE:
                     place = msgspec.structs.replace(
-                        progress, offset=raw.offset + raw.length, line=raw.number + 1, closed=code
+                        progress, offset=raw.offset + raw.length, line=raw.number + 1, closed=code, cut=cut
                     )
                     progress = self._append(place, piece)
                     piece = []
         progress = self._append(
-            msgspec.structs.replace(progress, offset=work.index.size, closed=code, at_end=True), piece
+            msgspec.structs.replace(progress, offset=work.index.size, closed=code, cut=cut, at_end=True),
+            piece,
         )
         self._forget(progress)
         return progress
 
     def _forget(self, progress: Progress) -> None:
         """Remove journals of chunks that are in the files."""
-        for number, _, path in journal_paths(self._work.path):
-            if progress.at_end or number < progress.next_chunk:
-                self._work.disk.unlink(path)
+        for number, _, name in journals(self._work.folder):
+            if progress.at_end or progress.holds(number):
+                self._work.disk.unlink(self._work.folder, name)
         if progress.at_end:
-            self._work.disk.unlink(self._work.path / RECOVERED)
+            self._work.disk.unlink(self._work.folder, RECOVERED)
+
+
+_ANEW = (
+    "Put it back with all its content and give the same command again, or remove the work folder and start "
+    "the batch anew"
+)
+
+
+def _inode(target: Target) -> int:
+    with file_errors("cannot read", target.path), target.folder.read_file(target.name) as file:
+        return os.fstat(file.fileno()).st_ino

@@ -1,4 +1,4 @@
-"""The file operations that batches are built of, and their errors.
+"""The file operations that batches are built of.
 
 `Disk` is the only thing in this package that changes files. Tests hand in one that fails at a chosen call,
 which is how every crash and a full disk are tried.
@@ -7,87 +7,22 @@ which is how every crash and a full disk are tried.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 
-FILE_MODE = 0o600
-FOLDER_MODE = 0o700
-
-
-class BatchFileError(Exception):
-    """A batch's files cannot be used as asked. The text says what was found and what to do."""
-
-    code = "batch_file_error"
-
-
-class InputUnreadableError(BatchFileError):
-    """The input is missing, a folder, empty, compressed or not readable."""
-
-    code = "input_unreadable"
-
-
-class InputChangedError(BatchFileError):
-    """The input is not the file that the batch was started with."""
-
-    code = "input_changed"
-
-
-class NotYoursError(BatchFileError):
-    """A file belongs to another user."""
-
-    code = "not_yours"
-
-
-class OutputBusyError(BatchFileError):
-    """Another run works on the same output."""
-
-    code = "output_busy"
-
-
-class OutputExistsError(BatchFileError):
-    """The output or error file is there already and belongs to no unfinished batch."""
-
-    code = "output_exists"
-
-
-class OutputChangedError(BatchFileError):
-    """The output or error file, or the work folder, was changed by someone else while the batch ran."""
-
-    code = "output_changed"
-
-
-class DiskFullError(BatchFileError):
-    """No space, or no quota, is left. Everything finished so far is intact; free space and run again."""
-
-    code = "disk_full"
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextlib.contextmanager
-def file_errors(what: str, path: str | Path) -> Iterator[None]:
-    """Turn an `OSError` into a `BatchFileError` that names the file."""
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno in _FULL:
-            raise DiskFullError(
-                f"{what} {path}: {exc.strerror}; free some space and run again, finished lines are kept"
-            ) from exc
-        raise BatchFileError(f"{what} {path}: {exc.strerror or exc}") from exc
+from hybridsched.batches.errors import BatchFileError, file_errors
+from hybridsched.batches.folder import Folder
 
 
 class Disk:
-    """Real file operations. Each raises `DiskFullError` or `BatchFileError`."""
+    """Real file operations, each in an open folder. Each raises `DiskFullError` or `BatchFileError`."""
 
-    def open(self, path: Path, flags: int) -> int:
-        """Open for writing; a new file gets mode 0600. Never follows a symbolic link."""
-        with file_errors("cannot open", path):
-            return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    def open(self, folder: Folder, name: str, flags: int) -> int:
+        """Open for writing; see `Folder.open_file`."""
+        with file_errors("cannot open", folder.path / name):
+            return folder.open_file(name, flags)
 
     def write(self, fd: int, data: bytes, path: Path) -> None:
         """Write all of `data`. After an error a part of it may stand in the file."""
@@ -104,43 +39,46 @@ class Disk:
         with file_errors("cannot truncate", path):
             os.ftruncate(fd, length)
 
-    def replace(self, source: Path, target: Path) -> None:
-        with file_errors("cannot replace", target):
-            source.replace(target)
+    def replace(self, folder: Folder, source: str, target: str) -> None:
+        with file_errors("cannot replace", folder.path / target):
+            folder.replace(source, target)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, folder: Folder, name: str) -> None:
         """Remove a file; one that is gone already is fine."""
-        with file_errors("cannot remove", path):
-            path.unlink(missing_ok=True)
+        with file_errors("cannot remove", folder.path / name), contextlib.suppress(FileNotFoundError):
+            folder.unlink(name)
 
-    def mkdir(self, path: Path) -> None:
-        with file_errors("cannot make the folder", path):
-            path.mkdir(mode=FOLDER_MODE)
+    def link(self, folder: Folder, name: str, text: str) -> None:
+        """Make a symbolic link that holds `text`."""
+        with file_errors("cannot make", folder.path / name):
+            folder.make_link(name, text)
 
-    def rmdir(self, path: Path) -> None:
-        with file_errors("cannot remove the folder", path):
-            path.rmdir()
+    def mkdir(self, folder: Folder, name: str) -> None:
+        with file_errors("cannot make the folder", folder.path / name):
+            folder.make_folder(name)
 
-    def sync_folder(self, path: Path) -> None:
+    def rmdir(self, folder: Folder, name: str) -> None:
+        with file_errors("cannot remove the folder", folder.path / name):
+            folder.remove_folder(name)
+
+    def sync_folder(self, folder: Folder) -> None:
         """Make renames and new names in a folder durable."""
-        with file_errors("cannot flush", path):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        with file_errors("cannot flush", folder.path):
+            folder.sync()
 
-    def write_whole(self, path: Path, data: bytes) -> None:
-        """Put `data` at `path` so that after any crash either the old or the new content is there."""
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    def write_whole(self, folder: Folder, name: str, data: bytes) -> None:
+        """Put `data` under `name` so that after any crash either the old or the new content is there."""
+        temporary = f"{name}.{os.getpid()}.{threading.get_native_id()}.tmp"
+        path = folder.path / temporary
+        self.unlink(folder, temporary)  # what a process with the same numbers left when it died
+        fd = self.open(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            self.write(fd, data, temporary)
-            self.fsync(fd, temporary)
+            self.write(fd, data, path)
+            self.fsync(fd, path)
         finally:
             os.close(fd)
-        self.replace(temporary, path)
-        self.sync_folder(path.parent)
+        self.replace(folder, temporary, name)
+        self.sync_folder(folder)
 
 
 DISK = Disk()
@@ -149,9 +87,13 @@ DISK = Disk()
 class FileLock:
     """A `flock` that ends with the process. Not inherited by child processes."""
 
-    def __init__(self, path: Path, disk: Disk = DISK) -> None:
-        self._path = path
-        self._fd: int | None = disk.open(path, os.O_RDWR | os.O_CREAT)
+    def __init__(self, folder: Folder, name: str, disk: Disk = DISK) -> None:
+        self._folder = folder
+        self._name = name
+        self._path = folder.path / name
+        self._fd: int | None = disk.open(folder, name, os.O_RDWR | os.O_CREAT)
+        self.held = False
+        """Whether this object has the lock."""
 
     def take(self, *, shared: bool = False, wait: bool = True) -> bool:
         """Take the lock. Returns False when another holds it and `wait` is false."""
@@ -166,10 +108,38 @@ class FileLock:
             raise BatchFileError(
                 f"cannot lock {self._path}: {exc.strerror}; the file system must support flock"
             ) from exc
+        self.held = True
         return True
 
+    def is_current(self) -> bool:
+        """Whether the lock's file still stands under its name. One that was removed keeps nobody out.
+
+        Raises:
+            BatchFileError: it cannot be known.
+        """
+        if self._fd is None:
+            return False
+        try:
+            with file_errors("cannot look for", self._path):  # opened: a file server is asked anew then
+                fd = self._folder.open_file(self._name, os.O_RDWR)
+        except BatchFileError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                return False
+            raise
+        try:
+            return os.path.samestat(os.fstat(fd), os.fstat(self._fd))
+        finally:
+            os.close(fd)
+
+    def release(self) -> None:
+        """Let others take it; it can be taken again."""
+        self.held = False
+        if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock for good."""
+        self.held = False
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

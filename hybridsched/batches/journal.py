@@ -11,16 +11,18 @@ process; `seal` and `sync` flush to the disk, so a finished chunk and a paused o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
 
 from hybridsched.batches.cut import ChunkSpan
-from hybridsched.batches.files import BatchFileError, file_errors
+from hybridsched.batches.errors import BatchFileError, DiskFullError, file_errors
+from hybridsched.batches.folder import Folder
 from hybridsched.batches.records import error_record
 from hybridsched.batches.validate import LineError
 from hybridsched.batches.work import WorkFolder
@@ -62,15 +64,21 @@ class JournalState:
         self.kept: dict[int, msgspec.Raw] = {}
         self.sealed = False
 
-    def read(self, path: Path) -> None:
-        """Merge one file into this."""
-        with file_errors("cannot read", path), path.open("rb") as file:
+    def read(self, folder: Folder, name: str) -> None:
+        """Merge one file into this; one that has gone is as an empty one."""
+        path = folder.path / name
+        with file_errors("cannot read", path):
+            try:
+                opened = folder.read_file(name)
+            except FileNotFoundError:
+                return
+        with file_errors("cannot read", path), opened as file:
             for text in file:
                 if not text.endswith(b"\n"):
                     return  # a record that was cut short, or is being written
                 try:
                     entry = _decoder.decode(text)
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, RecursionError):
                     continue
                 self._take(entry)
 
@@ -87,30 +95,75 @@ class JournalState:
             self.kept[entry.line] = msgspec.Raw(bytes(entry.kept))
 
 
-def journal_paths(folder: Path) -> list[tuple[int, int, Path]]:
-    """(chunk, fence, path) of every journal in a work folder, in that order."""
-    named = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), int(match[2]), path) for match, path in named if match)
+def journals(folder: Folder) -> list[tuple[int, int, str]]:
+    """(chunk, fence, name) of every journal in a work folder, in that order."""
+    with file_errors("cannot read the folder", folder.path):
+        names = folder.names()
+    named = ((_NAME.fullmatch(name), name) for name in names)
+    return sorted((int(match[1]), int(match[2]), name) for match, name in named if match)
 
 
-def read_chunk(folder: Path, chunk_no: int) -> JournalState:
+def read_chunk(folder: Folder, chunk_no: int) -> JournalState:
     """What the journals of one chunk say."""
     state = JournalState()
-    for number, _, path in journal_paths(folder):
+    for number, _, name in journals(folder):
         if number == chunk_no:
-            state.read(path)
+            state.read(folder, name)
     return state
 
 
-def read_all(folder: Path) -> JournalState:
+def read_all(folder: Folder) -> JournalState:
     """What every journal in the folder says, recovered ones first."""
     state = JournalState()
-    recovered = folder / RECOVERED
-    if recovered.exists():
-        state.read(recovered)
-    for _, _, path in journal_paths(folder):
-        state.read(path)
+    state.read(folder, RECOVERED)
+    for _, _, name in journals(folder):
+        state.read(folder, name)
     return state
+
+
+class FinalsInOrder:
+    """The finished lines of a folder's journals, asked for in the order of the lines.
+
+    A journal is read when its first line is asked for, and a line forgotten with its answer: results of one
+    part may have piled up behind a line of another.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        state = JournalState()
+        state.read(folder, RECOVERED)
+        self._finals = state.finals
+        named = journals(folder)
+        begins = [(_first_line(folder, name), place, name) for place, (_, _, name) in enumerate(named)]
+        self._ahead = deque(sorted(begins))
+
+    def take(self, line: int) -> Final | None:
+        """What the journals say of a line that is behind every one asked for so far."""
+        while self._ahead and self._ahead[0][0] <= line:
+            _, _, name = self._ahead.popleft()
+            state = JournalState()
+            state.read(self._folder, name)
+            for number, final in state.finals.items():
+                if number >= line:
+                    self._finals.setdefault(number, final)
+        return self._finals.pop(line, None)
+
+
+def _first_line(folder: Folder, name: str) -> int:
+    """The first line of a journal's chunk; 0 when it does not say."""
+    path = folder.path / name
+    with file_errors("cannot read", path):
+        try:
+            opened = folder.read_file(name)
+        except FileNotFoundError:
+            return 0
+    with file_errors("cannot read", path), opened as file:
+        text = file.readline()
+    try:
+        span = _decoder.decode(text).span
+    except (msgspec.MsgspecError, RecursionError):
+        return 0
+    return 0 if span is None else span.first_line
 
 
 def consolidate(work: WorkFolder, *, from_line: int) -> None:
@@ -118,13 +171,12 @@ def consolidate(work: WorkFolder, *, from_line: int) -> None:
 
     Only for the holder of the folder's exclusive lock. Lines before `from_line` are assembled and dropped.
     """
-    state = read_all(work.path)
+    state = read_all(work.folder)
     lines = b"".join(_recovered(state, from_line))
-    target = work.path / RECOVERED
-    if lines or target.exists():
-        work.disk.write_whole(target, lines)
-    for _, _, path in journal_paths(work.path):
-        work.disk.unlink(path)
+    if lines or work.folder.exists(RECOVERED):
+        work.disk.write_whole(work.folder, RECOVERED, lines)
+    for _, _, name in journals(work.folder):
+        work.disk.unlink(work.folder, name)
 
 
 def _recovered(state: JournalState, from_line: int) -> Iterator[bytes]:
@@ -144,10 +196,19 @@ def _final_entry(line: int, final: Final) -> bytes:
 class ChunkJournal:
     """The journal that one claim of a chunk writes."""
 
-    def __init__(self, work: WorkFolder, chunk_no: int, fence: int, span: ChunkSpan, fd: int) -> None:
+    def __init__(
+        self,
+        work: WorkFolder,
+        chunk_no: int,
+        fence: int,
+        span: ChunkSpan,
+        fd: int,
+        lines: Collection[int] | None,
+    ) -> None:
         self._work = work
         self._path = work.path / _file_name(chunk_no, fence)
         self._span = span
+        self._lines = lines
         self._fd: int | None = fd
         self._torn = False
         self.finished: set[int] = set()
@@ -160,44 +221,58 @@ class ChunkJournal:
         """Lines of the chunk that end in the error file."""
 
     @classmethod
-    def open(cls, work: WorkFolder, chunk_no: int, fence: int, span: ChunkSpan) -> ChunkJournal:
+    def open(
+        cls,
+        work: WorkFolder,
+        chunk_no: int,
+        fence: int,
+        span: ChunkSpan,
+        *,
+        lines: Collection[int] | None = None,
+    ) -> ChunkJournal:
         """Begin the journal of a claim and take over what earlier claims have left.
+
+        `lines`: numbers of the chunk's lines, where they are not all those of its span.
 
         Raises:
             DiskFullError: no space.
             BatchFileError: the file is there already: a fence is used once.
         """
-        fd = work.open_file(
-            work.path / _file_name(chunk_no, fence), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        )
-        journal = cls(work, chunk_no, fence, span, fd)
+        name = _file_name(chunk_no, fence)
+        fd = work.disk.open(work.folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        journal = cls(work, chunk_no, fence, span, fd, lines)
         try:
             journal._write(_encode(_Entry(span=span)))
             journal._take_over(chunk_no)
+        except DiskFullError:
+            # It holds nothing that is not elsewhere too, and this claim will be tried again.
+            journal.close()
+            work.disk.unlink(work.folder, name)
+            raise
         except BaseException:
             journal.close()
             raise
         return journal
 
     def _take_over(self, chunk_no: int) -> None:
-        earlier = read_chunk(self._work.path, chunk_no)
-        recovered = self._work.path / RECOVERED
-        if recovered.exists():
-            older = JournalState()
-            older.read(recovered)
-            for line, final in older.finals.items():
-                if self._mine(line) and line not in earlier.finals:
-                    self._write(_final_entry(line, final))
-                    earlier.finals[line] = final
-            for line, kept in older.kept.items():
-                if self._mine(line):
-                    earlier.kept.setdefault(line, kept)
+        earlier = read_chunk(self._work.folder, chunk_no)
+        older = JournalState()
+        older.read(self._work.folder, RECOVERED)
+        for line, final in older.finals.items():
+            if self._mine(line) and line not in earlier.finals:
+                self._write(_final_entry(line, final))
+                earlier.finals[line] = final
+        for line, kept in older.kept.items():
+            if self._mine(line):
+                earlier.kept.setdefault(line, kept)
         for line, final in earlier.finals.items():
             if self._mine(line):
                 self._count(line, failed=final.failed)
         for line, kept in earlier.kept.items():
             if self._mine(line) and line not in self.finished:
-                self.kept[line] = msgspec.json.decode(kept, type=dict[str, Any])
+                # What cannot be read is computed again.
+                with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+                    self.kept[line] = msgspec.json.decode(kept, type=dict[str, Any])
 
     def finish(self, line: int, record: bytes, *, failed: bool = False) -> None:
         """Put the result of a line down for good; `record` is a line of the error file if `failed`, else of
@@ -248,7 +323,7 @@ class ChunkJournal:
             )
         self._write(_encode(_Entry(sealed=True)))
         self.sync()
-        self._work.disk.sync_folder(self._work.path)
+        self._work.disk.sync_folder(self._work.folder)
 
     def close(self) -> None:
         """Close the file. What was written stays."""
@@ -257,6 +332,8 @@ class ChunkJournal:
             self._fd = None
 
     def _mine(self, line: int) -> bool:
+        if self._lines is not None:
+            return line in self._lines
         return self._span.first_line <= line < self._span.next_line
 
     def _count(self, line: int, *, failed: bool) -> None:

@@ -38,7 +38,9 @@ class InputIndex(msgspec.Struct, frozen=True):
     stripped: int = 0
     """Valid lines that had scheduling fields, which are removed."""
     models: dict[str, int] = {}
-    """Lines by the model they name; at most 32 names are kept."""
+    """Valid lines by the model they name; at most 32 names are kept."""
+    model_tokens: dict[str, int] = {}
+    """Estimated tokens of those lines. An input that an earlier version has judged has none."""
     duplicates: dict[int, int] = {}
     """Line number of each line whose custom_id is taken -> line number of the first with that id."""
     samples: tuple[LineError, ...] = ()
@@ -50,6 +52,7 @@ def scan(file: BinaryIO, *, progress: Callable[[int], object] | None = None) -> 
     marks = [_Marks() for _ in range(_BUCKETS)]
     lines = valid = tokens = stripped = 0
     models: dict[str, int] = {}
+    model_tokens: dict[str, int] = {}
     samples: list[LineError] = []
     for raw in iter_lines(file):
         verdict = check_line(raw)
@@ -63,6 +66,7 @@ def scan(file: BinaryIO, *, progress: Callable[[int], object] | None = None) -> 
             stripped += bool(verdict.stripped)
             if verdict.model is not None and (verdict.model in models or len(models) < _MAX_MODELS):
                 models[verdict.model] = models.get(verdict.model, 0) + 1
+                model_tokens[verdict.model] = model_tokens.get(verdict.model, 0) + verdict.tokens
         elif len(samples) < _MAX_SAMPLES:
             samples.append(verdict)
         if progress is not None and lines % _REPORT_EVERY == 0:
@@ -78,6 +82,9 @@ def scan(file: BinaryIO, *, progress: Callable[[int], object] | None = None) -> 
                 valid -= 1
                 tokens -= before.tokens
                 stripped -= bool(before.stripped)
+                if before.model in models:
+                    models[before.model] -= 1
+                    model_tokens[before.model] -= before.tokens
                 if isinstance(after, LineError):
                     samples.append(after)
     return InputIndex(
@@ -87,7 +94,8 @@ def scan(file: BinaryIO, *, progress: Callable[[int], object] | None = None) -> 
         invalid=lines - valid,
         tokens=tokens,
         stripped=stripped,
-        models=models,
+        models={name: count for name, count in models.items() if count},
+        model_tokens={name: count for name, count in model_tokens.items() if models[name]},
         duplicates=dict(sorted(duplicates.items())),
         samples=tuple(sorted(samples, key=lambda e: e.line)[:_MAX_SAMPLES]),
     )

@@ -1,7 +1,8 @@
 """The verdict on each line of a batch file: a request to run, or an error that says what is wrong with it.
 
-The envelope (`custom_id`, `method`, `url`, `body`) is checked; the body stays opaque bytes, as the engine
-judges it, but for the few fields that would touch the scheduler or leave the pool:
+The envelope (`custom_id`, `method`, `url`, `body`) is checked; the body must be JSON that can be read and
+written again (no number beyond a double, no nesting beyond `MAX_DEPTH`). Beyond that it stays opaque bytes,
+as the engine judges it, but for the few fields that would touch the scheduler or leave the pool:
 
 - `stream` must be absent, null or false: a batch has nobody to stream to;
 - fields in `SCHEDULING_FIELDS` are removed from the body before it is sent, so a line can neither raise its
@@ -15,12 +16,14 @@ JSON objects with a repeated key follow the common rule: the last one counts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
 
 from hybridsched.batches.lines import MAX_LINE_BYTES, RawLine, iter_lines
+from hybridsched.batches.readable import MAX_DEPTH, is_deep, may_be_deep, nests_deeper, number_place
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """What a line may ask for."""
@@ -73,8 +76,9 @@ class LineError(msgspec.Struct, frozen=True):
     custom_id: str | None
     """None when the line has no readable one."""
     code: str
-    """Stable: invalid_json, not_utf8, line_too_long, not_an_object, missing_field, invalid_custom_id,
-    duplicate_custom_id, invalid_method, invalid_url, invalid_body, stream_not_allowed or model_not_found."""
+    """Stable: invalid_json, not_utf8, line_too_long, nested_too_deep, number_out_of_range, not_an_object,
+    missing_field, invalid_custom_id, duplicate_custom_id, invalid_method, invalid_url, invalid_body,
+    stream_not_allowed, model_not_found or line_not_readable."""
     message: str
 
 
@@ -119,6 +123,14 @@ class _Probe(msgspec.Struct):
 
 _envelope = msgspec.json.Decoder(_Envelope)
 _probe = msgspec.json.Decoder(_Probe)
+_whole = msgspec.json.Decoder()
+
+
+class _Id(msgspec.Struct):
+    custom_id: Any = None
+
+
+_id = msgspec.json.Decoder(_Id)
 
 
 def check_line(
@@ -143,7 +155,11 @@ def check_line(
         envelope = _envelope.decode(data)
         body: bytes = bytes(envelope.body)
         probe = _probe.decode(body)
+        # Raw fields are only skipped over above: what they hold must be readable when the line is run.
+        value = _whole.decode(body)
     except (msgspec.DecodeError, RecursionError):
+        return _explain(raw, data)
+    if may_be_deep(data) and is_deep(value, MAX_DEPTH - 1):
         return _explain(raw, data)
     custom_id = envelope.custom_id
     if not custom_id or envelope.method != "POST" or envelope.url not in URLS:
@@ -199,21 +215,34 @@ def _error(raw: RawLine, custom_id: str | None, code: str, what: str) -> LineErr
     return LineError(raw.number, raw.offset, custom_id, code, f"line {raw.number}: {what}")
 
 
+_BYTE = re.compile(r"\(byte (\d+)\)")
+
+
 def _explain(raw: RawLine, data: bytes) -> LineError:
     """The slow path: find the first thing that is wrong with a line that did not decode."""
+    if may_be_deep(data) and nests_deeper(data, MAX_DEPTH):
+        what = f"objects and arrays are nested more than {MAX_DEPTH} deep, which is the most"
+        custom_id = None if nests_deeper(data, 2 * MAX_DEPTH) else _id_alone(data)
+        return _error(raw, custom_id, "nested_too_deep", what)
     try:
-        value: Any = msgspec.json.decode(data)
+        value: Any = _whole.decode(data)
+    except msgspec.ValidationError:  # untyped, so it is a number
+        what = (
+            f"{number_place(data)} holds a number that is out of range; at most 1.8e308 and 4,300 digits are "
+            "allowed"
+        )
+        return _error(raw, _id_alone(data), "number_out_of_range", what)
     except msgspec.DecodeError as exc:
         reason = str(exc).removeprefix("JSON is malformed: ")
         if reason == "Input data was truncated":
             reason = "it ends in the middle"
-        lenient = _lenient(data)
+        else:  # counted from 1, as where a byte is not UTF-8
+            reason = _BYTE.sub(lambda found: f"(byte {int(found[1]) + 1})", reason)
+        lenient, odd = _lenient(data)
         if lenient is not None:
-            reason = "NaN, Infinity and lone surrogates are no JSON"
+            reason = f"{odd} is no JSON"
         what = f"not valid JSON ({reason}); one whole JSON object a line is expected"
         return _error(raw, _readable_id(lenient), "invalid_json", what)
-    except RecursionError:
-        return _error(raw, None, "invalid_json", "the JSON is nested too deeply to be read")
     if not isinstance(value, dict):
         return _error(raw, None, "not_an_object", f"{_kind(value)} where a JSON object is expected")
     custom_id = _readable_id(value)
@@ -236,13 +265,39 @@ def _explain(raw: RawLine, data: bytes) -> LineError:
     return _error(raw, custom_id, "invalid_body", what)
 
 
-def _lenient(data: bytes) -> dict[str, Any] | None:
-    """The object by Python's own reader, which takes NaN and lone surrogates; None when it fails as well."""
+def _id_alone(data: bytes) -> str | None:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
+        given = _id.decode(data).custom_id
+    except msgspec.DecodeError:
         return None
-    return value if isinstance(value, dict) else None
+    return given if isinstance(given, str) and given else None
+
+
+def _lenient(data: bytes) -> tuple[dict[str, Any] | None, str]:
+    """The object by Python's own reader, which takes NaN, Infinity and lone surrogates, and what it took.
+
+    None when it fails as well.
+    """
+    constants: list[str] = []
+
+    def constant(name: str) -> float:
+        constants.append(name)
+        return float(name.replace("Infinity", "inf"))
+
+    try:
+        value = json.loads(data, parse_constant=constant)
+    except (ValueError, RecursionError):
+        return None, ""
+    if not isinstance(value, dict):
+        return None, ""
+    if constants:
+        return value, constants[0]
+    text = json.dumps(value, ensure_ascii=False)
+    lone = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    return (
+        value,
+        "NaN, Infinity or a lone surrogate" if lone is None else f"the lone surrogate \\u{ord(lone):04x}",
+    )
 
 
 def _readable_id(value: dict[str, Any] | None) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from hybridsched.batches.files import file_errors
+from hybridsched.batches.errors import file_errors
 from hybridsched.batches.layout import open_input
 from hybridsched.batches.lines import iter_lines
 from hybridsched.batches.validate import check_line
@@ -93,5 +93,5 @@ def _answers(path: Path) -> Iterator[_Answer]:
             if text.strip():
                 try:
                     yield decoder.decode(text)
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, RecursionError):
                     yield _Answer()

@@ -10,20 +10,21 @@ Everything here is synchronous, as RQ is, and may be called from several threads
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
 
 import msgspec
 import redis
 
+from hybridsched.core.deadlines import turns, urgent
+from hybridsched.store.batch_reader import WRONG_TYPE, BatchReader
 from hybridsched.store.batch_values import (
     CANCELLED_CODE,
     FAILED_CODE,
+    LONGEST_DEADLINE_MS,
     TRANSITIONS,
     BatchInfo,
-    BatchProgress,
     BatchStateError,
     BatchStatus,
     BatchUnknownError,
@@ -32,10 +33,10 @@ from hybridsched.store.batch_values import (
     ClaimedChunk,
     ClaimRefused,
     NewBatch,
+    PartInfo,
     SweepResult,
-    info_of,
+    work_of,
 )
-from hybridsched.store.keys import Keys
 from hybridsched.store.rq_chunks import BATCH_ID, ChunkQueue, ChunkWorker
 from hybridsched.store.scripts import SyncScripts
 
@@ -44,8 +45,15 @@ KEEP_ENDED_S = 30 * 24 * 3600
 LOST_JOB_AFTER_MS = 3000
 """A chunk that has been queued this long is looked for in RQ; with no job there it gets a new one."""
 SWEEP_EVERY_MS = 500
+PACE_LIFE_MS = 60_000
+"""A pace that nobody has noted for this long is not known any more."""
 """Sweeps of all workers together happen at most this often."""
 
+_MOST_SAID = 500
+_DAMAGED = (
+    "its ledger in the store cannot be read any more; submit the same file with the same output again: it "
+    "goes on from what is on the disk"
+)
 _chunk = msgspec.json.Decoder(Chunk)
 
 
@@ -54,12 +62,11 @@ def new_batch_id() -> str:
     return f"batch_{secrets.token_hex(8)}"
 
 
-class BatchStore:
+class BatchStore(BatchReader):
     """The batches of one pool."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
-        self.keys = Keys(pool)
-        self._client = client
+        super().__init__(client, pool)
         self._scripts = SyncScripts(client)
         self._queues: dict[str, ChunkQueue] = {}
 
@@ -69,12 +76,15 @@ class BatchStore:
         """Register a batch. One that is known and has not ended is left, and returned, as it is.
 
         Raises:
-            ValueError: the id holds other than letters, digits, '-' and '_', or the deadline is not ahead.
+            ValueError: the id holds other than letters, digits, '-' and '_', or the deadline is not ahead or
+                more than `LONGEST_DEADLINE_MS` ahead.
         """
         if not BATCH_ID.fullmatch(new.id):
             raise ValueError(f"batch id {new.id!r}: use 1 to 80 letters, digits, '-' and '_'")
         if new.deadline_in_ms is not None and new.deadline_in_ms <= 0:
             raise ValueError("the deadline is in the past; give one ahead or none")
+        if new.deadline_in_ms is not None and not new.deadline_in_ms <= LONGEST_DEADLINE_MS:
+            raise ValueError("the deadline is more than 366 days ahead; give one within these or none")
         fields: dict[str, str | int] = {
             "id": new.id,
             "user": new.user,
@@ -103,6 +113,8 @@ class BatchStore:
             "final_lease_ms": 0,
             "jobs_only": int(new.jobs_only),
         }
+        if new.parts:
+            fields["parts"] = msgspec.json.encode(new.parts).decode()
         flat = [part for pair in fields.items() for part in pair]
         deadline = "" if new.deadline_in_ms is None else int(new.deadline_in_ms)
         self._scripts.call(
@@ -116,54 +128,6 @@ class BatchStore:
             [new.id, deadline, *flat],
         )
         return self.get(new.id)
-
-    def get(self, batch_id: str) -> BatchInfo:
-        """What is known of a batch.
-
-        Raises:
-            BatchUnknownError: naming ids that look alike.
-        """
-        info = self._find(batch_id)
-        if info is None:
-            raise BatchUnknownError(self._unknown(batch_id))
-        return info
-
-    def all(self) -> list[BatchInfo]:
-        """Every batch that can be looked up, oldest first."""
-        return self._read_all(self.keys.batches)
-
-    def active(
-        self, model: str | None = None, *, any_model: bool = False, only: str | None = None
-    ) -> list[BatchInfo]:
-        """Batches that have not ended and that a worker of `model` may run, oldest first.
-
-        With `only` that batch, whatever its model; batches of Slurm jobs are found in no other way, except
-        that `any_model` means all.
-        """
-        if only is not None:
-            batch = self._find(only)
-            return [] if batch is None or batch.status.ended else [batch]
-        found = self._read_all(self.keys.batches_active)
-        if any_model:
-            return found
-        return [batch for batch in found if not batch.jobs_only and batch.model in (None, model)]
-
-    def progress(self, batch_id: str) -> BatchProgress:
-        """A batch with what its running chunks have reported so far.
-
-        Raises:
-            BatchUnknownError: there is no such batch.
-        """
-        batch = self.get(batch_id)
-        chunks = [_chunk.decode(text) for text in self._chunks(batch_id).values()]
-        running = [chunk for chunk in chunks if chunk.state == "leased"]
-        return BatchProgress(
-            batch=batch,
-            done=batch.done + sum(chunk.done for chunk in running),
-            failed=batch.failed + sum(chunk.failed for chunk in running),
-            running_chunks=len(running),
-            queued_chunks=sum(chunk.state == "queued" for chunk in chunks),
-        )
 
     def cancel(self, batch_id: str) -> BatchInfo:
         """End a batch: what is finished is kept, the rest will be reported `batch_cancelled`.
@@ -188,6 +152,11 @@ class BatchStore:
         stop = FAILED_CODE if status is BatchStatus.FAILED else ""
         return self._change(batch_id, status, stop=stop, message=message)
 
+    def note_wait(self, batch_id: str, code: str, message: str) -> bool:
+        """Say why a batch cannot go on now; a finished chunk takes the note away. False: it has ended."""
+        keys = [self.keys.batch(batch_id)]
+        return bool(self._scripts.call("batch_note", keys, [code, message[:_MOST_SAID]]))
+
     def leave_to_jobs(self, batch_id: str) -> BatchInfo:
         """From now on only Slurm jobs of the batch's user take it up; what a pool worker has in hand it ends.
 
@@ -202,19 +171,39 @@ class BatchStore:
 
     # feeding
 
-    def to_feed(self, model: str | None, ahead: int, *, only: str | None = None) -> list[BatchInfo]:
+    def to_feed(
+        self,
+        model: str | None,
+        ahead: int,
+        *,
+        only: str | None = None,
+        now_ms: float = 0.0,
+        tokens_per_s: float | None = None,
+    ) -> list[BatchInfo]:
         """Batches that may get another chunk while fewer than `ahead` are outstanding, the next one first.
 
-        Fewest outstanding chunks first, then oldest: planning one chunk for the first and asking again shares
-        the lanes in turn between batches.
+        Those whose deadline is at risk first (`core.deadlines`, by the pace `tokens_per_s` at server time
+        `now_ms`), and while there are any no others. Else those with the fewest outstanding chunks, then
+        oldest: planning one chunk for the first and asking again shares the lanes in turn between batches.
         """
         open_ = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
-        found = [
-            batch
-            for batch in self.active(model, only=only)
-            if batch.status in open_ and not batch.stop and not batch.at_end and batch.outstanding < ahead
-        ]
-        return sorted(found, key=lambda batch: (batch.outstanding, batch.submitted_ms, batch.id))
+        active = {batch.id: batch for batch in self.active(model, only=only)}
+        # Those that take no more count as well: their work comes first where they are due first.
+        works = [work_of(batch) for batch in active.values()]
+        open_batches = {
+            batch.id
+            for batch in active.values()
+            if batch.status in open_ and not batch.stop and not batch.at_end
+        }
+        order = turns(works, open_batches, now_ms, tokens_per_s)
+        return [active[batch] for batch in order if active[batch].outstanding < ahead]
+
+    def urgent(
+        self, model: str | None, *, only: str | None = None, now_ms: float, tokens_per_s: float | None
+    ) -> tuple[str, ...]:
+        """Batches whose chunks go before those of all others, the earliest deadline first."""
+        works = [work_of(batch) for batch in self.active(model, only=only)]
+        return urgent(works, now_ms, tokens_per_s)
 
     def plan_chunk(
         self,
@@ -227,9 +216,15 @@ class BatchStore:
         next_line: int,
         at_end: bool,
         ahead: int,
+        skip: int = 0,
+        hurry: Sequence[str] = (),
     ) -> int | None:
         """Plan the chunk from `batch.cursor` to byte `end` and enqueue it. Returns its number.
 
+        Of a batch with parts `batch` is as `active` gives it, and the chunk is of that part.
+
+        `hurry`: the urgent batches, earliest deadline first. A chunk of one of them is queued behind those
+        of the batches that are due before it, and before all others that wait.
         None: another feeder has moved the cursor, `ahead` chunks are outstanding, or the batch takes no more.
         """
         keys = [self.keys.batch(batch.id), self.keys.batch_chunks(batch.id)]
@@ -237,13 +232,24 @@ class BatchStore:
             self._scripts.call(
                 "batch_plan",
                 keys,
-                [batch.cursor, ahead, end, first_line, lines, tokens, next_line, int(at_end)],
+                [
+                    *(batch.cursor, ahead, end, first_line, lines, tokens, next_line, int(at_end), skip),
+                    batch.part if isinstance(batch, PartInfo) else "",
+                ],
             )
         )
         if number < 0:
             return None
-        self._queue_of(batch).put(batch.id, number)
+        queue = self._queue_of(batch, number)
+        job = queue.put(batch.id, number)
+        if batch.id in hurry:
+            before = hurry[: hurry.index(batch.id) + 1]
+            self._scripts.call("batch_hurry", [queue.key], [job, *before])
         return number
+
+    def note_pace(self, model: str | None, tokens_per_s: float) -> None:
+        """Say at which pace the batches of a model are done, for whoever looks at their deadlines."""
+        self._client.set(self.keys.batch_pace(model), f"{tokens_per_s:.3f}", px=PACE_LIFE_MS)
 
     # workers
 
@@ -256,17 +262,19 @@ class BatchStore:
     def queue_names(self, model: str | None, *, only: str | None = None) -> list[str]:
         """The RQ queues that such a worker serves."""
         if only is not None:
-            return [self.keys.rq_queue_of_batch(only)]
+            names = (self.keys.rq_queue_of_batch(only), self.keys.rq_queue_of_batch(only, model))
+            return list(dict.fromkeys(names))
         return list(dict.fromkeys((self.keys.rq_queue(model), self.keys.rq_queue(None))))
 
     def claim_chunk(
-        self, batch_id: str, chunk_no: int, *, owner: str, lease_ms: float
+        self, batch_id: str, chunk_no: int, *, owner: str, lease_ms: float, model: str | None = None
     ) -> ClaimedChunk | ClaimRefused:
-        """Take a chunk for `lease_ms`, or learn why not."""
+        """Take a chunk for `lease_ms`, or learn why not. `model`: that of the caller's engine; a chunk of
+        another one's part is not given to it."""
         text = self._scripts.call(
             "batch_claim",
             [self.keys.batch(batch_id), self.keys.batch_chunks(batch_id)],
-            [chunk_no, owner, int(lease_ms)],
+            [chunk_no, owner, int(lease_ms), model or ""],
         )
         if not text.startswith(b"{"):
             return ClaimRefused(text.decode())
@@ -288,14 +296,24 @@ class BatchStore:
         return self._hold("complete", batch_id, chunk_no, fence, 0, done, failed, output_tokens).ok
 
     def release_chunk(
-        self, batch_id: str, chunk_no: int, fence: int, *, done: int = 0, failed: int = 0
+        self,
+        batch_id: str,
+        chunk_no: int,
+        fence: int,
+        *,
+        done: int = 0,
+        failed: int = 0,
+        again: bool = True,
     ) -> bool:
-        """Give a chunk back unfinished; it is the next to be taken. False: the lease was lost before."""
+        """Give a chunk back unfinished; it is the next to be taken. False: the lease was lost before.
+
+        Without `again` it gets no job now: a later sweep makes one, behind those of other batches.
+        """
         beat = self._hold("release", batch_id, chunk_no, fence, 0, done, failed, 0)
-        if beat.ok and not beat.stop:
+        if beat.ok and not beat.stop and again:
             batch = self._find(batch_id)
             if batch is not None:
-                self._queue_of(batch).put(batch_id, chunk_no, front=True)
+                self._queue_of(batch, chunk_no).put(batch_id, chunk_no, front=True)
         return beat.ok
 
     def sweep(
@@ -310,39 +328,50 @@ class BatchStore:
         reclaimed: list[tuple[str, int]] = []
         requeued: list[tuple[str, int]] = []
         expired: list[str] = []
+        damaged: list[str] = []
         for batch in self.active(model, any_model=True):
-            queue = self._queue_of(batch)
             keys = [self.keys.batch(batch.id), self.keys.batch_chunks(batch.id)]
-            ended, freed, waiting = self._scripts.call("batch_sweep", keys, [int(lost_after_ms)])
+            try:
+                ended, freed, waiting, unreadable = self._scripts.call(
+                    "batch_sweep", keys, [int(lost_after_ms)]
+                )
+            except redis.ResponseError as error:
+                if not str(error).startswith(WRONG_TYPE):
+                    raise
+                ended, freed, waiting, unreadable = 0, [], [], 1
+            if unreadable:
+                damaged.append(batch.id)
+                with suppress(BatchStateError, BatchUnknownError):
+                    self.set_status(batch.id, BatchStatus.FAILED, _DAMAGED)
+                continue
             if ended:
                 expired.append(batch.id)
-            for number in reversed(freed):
-                queue.put(batch.id, number, front=True)
+            self._put_again(batch, freed)
             reclaimed += [(batch.id, number) for number in freed]
             if waiting:
-                there = queue.waiting()
+                queues = {queue.name: queue for queue in (self._queue_of(batch, no) for no in waiting)}
+                there = set[tuple[str, int]]().union(*(queue.waiting() for queue in queues.values()))
                 gone = [number for number in waiting if (batch.id, number) not in there]
-                for number in reversed(gone):
-                    queue.put(batch.id, number, front=True)
+                self._put_again(batch, gone)
                 requeued += [(batch.id, number) for number in gone]
-        return SweepResult(tuple(reclaimed), tuple(requeued), tuple(expired))
+        return SweepResult(tuple(reclaimed), tuple(requeued), tuple(expired), tuple(damaged))
 
     # ending
 
-    def mark_assembled(self, batch_id: str, next_chunk: int) -> None:
-        """Forget the acknowledged chunks before `next_chunk`: they are in the output.
+    def mark_assembled(self, batch_id: str, holds: Callable[[int], bool]) -> None:
+        """Forget the acknowledged chunks that the output `holds`.
 
         A chunk can be in the output before its own worker has acknowledged it; that one stays until it has.
         """
-        chunks = self._chunks(batch_id).items()
-        if old := [no for no, text in chunks if int(no) < next_chunk and _chunk.decode(text).state == "done"]:
+        chunks = self._readable_chunks(batch_id)
+        if old := [no for no, chunk in chunks if chunk.state == "done" and holds(no)]:
             self._client.hdel(self.keys.batch_chunks(batch_id), *old)
 
     def to_finalize(self, model: str | None, *, only: str | None = None) -> Sequence[BatchInfo]:
         """Batches that may be ready to be ended (`claim_finalize` says for certain)."""
         return [
             batch
-            for batch in self.active(model, only=only)
+            for batch in self._open_to(model, only=only)
             if batch.stop
             or batch.status is BatchStatus.FINALIZING
             or (batch.at_end and not batch.outstanding)
@@ -353,26 +382,39 @@ class BatchStore:
         fence = self._finalize(batch_id, "claim", int(lease_ms))
         return fence or None
 
-    def finalized(self, batch_id: str, fence: int, status: BatchStatus, *, done: int, failed: int) -> bool:
+    def finalized(
+        self, batch_id: str, fence: int, status: BatchStatus, *, done: int, failed: int, cut: int = 0
+    ) -> bool:
         """End a batch whose files are complete, with their exact counts. False: another has the duty now.
+
+        `cut`: those of the failed lines that had not run, as the batch was cancelled or past its deadline.
 
         Raises:
             ValueError: `status` is no end.
         """
         if not status.ended:
             raise ValueError(f"{status} does not end a batch")
-        return bool(self._finalize(batch_id, "end", fence, status, done, failed, KEEP_ENDED_S))
+        return bool(self._finalize(batch_id, "end", fence, status, done, failed, KEEP_ENDED_S, cut))
 
     # inside
 
-    def _queue_of(self, batch: BatchInfo) -> ChunkQueue:
-        return self._queue(batch.model, only=batch.id if batch.jobs_only else None)
-
-    def _queue(self, model: str | None, *, only: str | None = None) -> ChunkQueue:
-        name = self.keys.rq_queue(model) if only is None else self.keys.rq_queue_of_batch(only)
+    def _queue_of(self, batch: BatchInfo, chunk_no: int) -> ChunkQueue:
+        """The queue in which a chunk waits for a worker of its model."""
+        model = batch.model_of(chunk_no)
+        if batch.jobs_only:
+            name = self.keys.rq_queue_of_batch(batch.id, model if batch.parts else None)
+        else:
+            name = self.keys.rq_queue(model)
         if name not in self._queues:
             self._queues[name] = ChunkQueue(self._client, name)
         return self._queues[name]
+
+    def _put_again(self, batch: BatchInfo, numbers: Sequence[int]) -> None:
+        """Jobs for chunks that have none any more: in front, as they were begun before. A batch that could
+        not go on waits behind the others."""
+        front = not batch.wait_code
+        for number in reversed(numbers) if front else numbers:
+            self._queue_of(batch, number).put(batch.id, number, front=front)
 
     def _hold(self, what: str, batch_id: str, *args: int) -> Beat:
         keys = [self.keys.batch(batch_id), self.keys.batch_chunks(batch_id)]
@@ -399,30 +441,3 @@ class BatchStore:
             f"batch {batch_id} is {present.decode()} and cannot become {status}; "
             f"that is possible from {', '.join(allowed)}"
         )
-
-    def _chunks(self, batch_id: str) -> dict[bytes, bytes]:
-        found: Any = self._client.hgetall(self.keys.batch_chunks(batch_id))
-        return dict(found)
-
-    def _find(self, batch_id: str) -> BatchInfo | None:
-        fields: Any = self._client.hgetall(self.keys.batch(batch_id))
-        return info_of(fields) if fields else None
-
-    def _read_all(self, index: str) -> list[BatchInfo]:
-        ids: Any = self._client.zrange(index, 0, -1)
-        if not ids:
-            return []
-        pipe = self._client.pipeline(transaction=False)
-        for batch_id in ids:
-            pipe.hgetall(self.keys.batch(batch_id.decode()))
-        hashes = pipe.execute()
-        if gone := [batch_id for batch_id, fields in zip(ids, hashes, strict=True) if not fields]:
-            self._client.zrem(index, *gone)
-        return [info_of(fields) for fields in hashes if fields]
-
-    def _unknown(self, batch_id: str) -> str:
-        known = [batch.id for batch in self.all()]
-        near = difflib.get_close_matches(batch_id, known, n=3, cutoff=0.5)
-        near = near or [other for other in known if batch_id and batch_id in other][:3]
-        hint = f"did you mean {', '.join(near)}?" if near else "see `hybridsched batch list`"
-        return f"no batch {batch_id!r} in pool {self.keys.pool!r}; {hint}"

@@ -30,6 +30,7 @@ from redis.sentinel import Sentinel
 
 from hybridsched.store.embedded import EmbeddedValkey
 from hybridsched.store.errors import StoreError, StoreRefused, StoreUnavailable, StoreUrlError
+from hybridsched.store.patience import login_refused
 from hybridsched.store.quick import quick
 
 __all__ = [
@@ -67,7 +68,8 @@ def resolve_url(option: str | None, environ: Mapping[str, str] | None = None) ->
 
 def redact(url: str) -> str:
     """The URL with every password replaced by `***`, fit for messages and logs."""
-    hidden = re.sub(r"(?<=://)([^@/?]*?):([^@]*)@", r"\1:***@", url)
+    # Up to the last @: a password may hold one, and whatever else a URL should have quoted.
+    hidden = re.sub(r"(?<=://)([^@:/?\s]*):\S*@", r"\1:***@", url)
     return re.sub(r"((?:^|[?&])[a-z_]*password=)[^&]*", r"\1***", hidden)
 
 
@@ -191,7 +193,7 @@ def explain(error: redis.RedisError, url: str, doing: str) -> StoreError:
     """The `StoreError` for one of redis-py's errors."""
     where = redact(url)
     said = redact(str(error)) or type(error).__name__
-    if isinstance(error, redis.AuthenticationError):
+    if login_refused(error):
         return StoreRefused(
             f"{doing}: Redis at {where} refused the login ({said}); check user and password in the URL"
         )
@@ -201,17 +203,26 @@ def explain(error: redis.RedisError, url: str, doing: str) -> StoreError:
         return StoreRefused(
             f"{doing}: Redis at {where} is out of memory ({said}); raise maxmemory, with policy noeviction"
         )
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return StoreUnavailable(
+            f"{doing}: Redis at {where} is a read-only replica ({said}); give the address of the primary"
+        )
     if isinstance(error, redis.TimeoutError):
         return StoreUnavailable(
             f"{doing}: Redis at {where} did not answer within {SOCKET_TIMEOUT_S:.0f} s ({said}); "
             f"see whether it is overloaded or the network drops packets"
         )
-    if isinstance(error, redis.ConnectionError | redis.exceptions.ReadOnlyError):
+    if isinstance(error, redis.ConnectionError):
         return StoreUnavailable(
             f"{doing}: Redis at {where} cannot be reached ({said}); see whether it runs and the URL is right"
         )
     if said.startswith(("LOADING", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN")):
         return StoreUnavailable(f"{doing}: Redis at {where} is not ready yet ({said}); try again shortly")
+    if said.startswith("WRONGTYPE"):
+        return StoreRefused(
+            f"{doing}: a key in Redis at {where} is none of ours ({said}); find who writes there, "
+            "and delete it"
+        )
     return StoreRefused(
         f"{doing}: Redis at {where} refused the command ({said}); it must be Redis 7.0, Valkey 8 or newer"
     )

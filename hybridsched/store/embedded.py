@@ -7,9 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +17,10 @@ import msgspec
 import psutil
 import redis
 
+from hybridsched.ports import KeptPorts
 from hybridsched.process import die_with_parent
 from hybridsched.store.errors import StoreError, StoreUnavailable
-
-_SOCKET_LIMIT = 100
-"""Longest path of a unix socket that we use; the kernel takes 107 bytes (man 7 unix)."""
+from hybridsched.store.socket_folder import SOCKET, make_folder
 
 
 class _Owner(msgspec.Struct):
@@ -59,7 +56,8 @@ class EmbeddedValkey:
         """`die_with_starter`: the kernel stops the server when the thread that started it ends, however."""
         self.folder = Path(folder)
         self._appendonly = appendonly
-        self._port = _free_port() if port == 0 else port
+        self._port = port
+        self._kept: KeptPorts | None = None
         self._runtime: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._die_with_starter = die_with_starter
@@ -67,7 +65,7 @@ class EmbeddedValkey:
     @property
     def url(self) -> str:
         """Where it listens; known once it was started."""
-        if self._port is not None:
+        if self._port:
             return f"redis://127.0.0.1:{self._port}/0"
         if self._runtime is None:
             raise StoreError("the embedded Valkey has no address before start() was called")
@@ -83,6 +81,10 @@ class EmbeddedValkey:
         if self.pid is not None:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self._port == 0:
+            # Kept until stop(): nobody takes the address between kill() and start().
+            self._kept = KeptPorts([0])
+            (self._port,) = self._kept.numbers
         lock = self._lock()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own binary, argument list, no shell
@@ -115,6 +117,10 @@ class EmbeddedValkey:
         if self._runtime is not None:
             shutil.rmtree(self._runtime, ignore_errors=True)
             self._runtime = None
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+            self._port = 0
 
     def kill(self) -> None:
         """End it as a crash would (SIGKILL). `start()` brings it back on the same address and data."""
@@ -136,8 +142,8 @@ class EmbeddedValkey:
             listen = ["--bind", "127.0.0.1", "--port", str(self._port)]
         else:
             if self._runtime is None:
-                self._runtime = _short_folder()
-            listen = ["--port", "0", "--unixsocket", str(self._runtime / "s"), "--unixsocketperm", "700"]
+                self._runtime = make_folder()
+            listen = ["--port", "0", "--unixsocket", str(self._runtime / SOCKET), "--unixsocketperm", "700"]
         return [
             str(_binary()),
             *listen,
@@ -224,23 +230,6 @@ def _binary() -> Path:
         ) from None
     found: Any = get_binary_path()
     return Path(found)
-
-
-def _short_folder() -> Path:
-    for base in (None, "/tmp"):  # noqa: S108 - mkdtemp makes a private folder; /tmp only when TMPDIR is too long
-        folder = Path(tempfile.mkdtemp(prefix="hs-", dir=base))
-        if len(os.fsencode(folder / "s")) <= _SOCKET_LIMIT:
-            return folder
-        folder.rmdir()
-    raise StoreError(
-        "no temporary folder has a path short enough for a unix socket; set TMPDIR to a short one"
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _lock_within(handle: int, timeout_s: float) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from redis.exceptions import RedisError
 
-from hybridsched.core.reasons import Reason
+from hybridsched.core.gate import Event, Gone, Published, Seat, SeatState, TimePassed, handle
 from hybridsched.core.values import Gate, GateState
 from hybridsched.log import get_logger
 from hybridsched.store.channels import messages
+from hybridsched.store.found import read_json
 from hybridsched.store.tasks import end_tasks
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ class Reading(Protocol):
 class GateWatch:
     """One lane's gate as this process may rely on it. Made by `GateStore.watch`; use it as an async context.
 
-    Until the first reading the gate is closed. Pushes and polls travel on two connections, so they can arrive
-    out of order; the rules are: a close always counts; an opening counts only when it is not older than what
-    is known; a poll does not count when something was pushed while it was under way.
+    Until the first reading the gate is closed. What is believed, and for how long, is decided by
+    `hybridsched.core.gate`; the watch brings it what is pushed and polled, and the time. Pushes and polls
+    travel on two connections: a poll is not brought when something was pushed while it was under way.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class GateWatch:
         self._read = read
         self._on_change = on_change
         self._poll_s = poll_ms / 1000.0
-        self._provisional_s = provisional_ms / 1000.0
-        self._current = _closed(lane, None)
-        self._deadline: float | None = None
+        self._provisional_ms = provisional_ms
+        self._seat = Seat(lane=lane)
+        """Replaced as a whole, and only on the loop: other threads read it."""
+        self._told = self._seat.gate_at(_now_ms())
         self._timer: asyncio.TimerHandle | None = None
         self._pushes = 0
         self._poll_now = asyncio.Event()
@@ -85,16 +87,14 @@ class GateWatch:
 
     @property
     def current(self) -> Gate:
-        """The gate now; closed with `lease_expired` when its lease is over."""
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._expire()
-        return self._current
+        """The gate now; closed with `lease_expired` when its lease is over. From any thread."""
+        return self._seat.gate_at(_now_ms())
 
     @property
     def lease_left_ms(self) -> float:
         """How long an open gate may still be relied on without renewal; 0 when closed. From any thread."""
-        deadline = self._deadline
-        return 0.0 if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000.0)
+        seat = self._seat
+        return max(0.0, seat.until_ms - _now_ms()) if seat.state is SeatState.OPEN else 0.0
 
     async def __aenter__(self) -> GateWatch:
         self._tasks = [
@@ -134,22 +134,20 @@ class GateWatch:
                         self._pushed(message)
             except (RedisError, OSError) as error:
                 self._outage(error)
+            except Exception as error:  # noqa: BLE001 - the outer edge: whoever follows the gate must live on
+                self._fault(error)
             await asyncio.sleep(back_off)
             back_off = min(back_off * 2, BACK_OFF_S[1])
 
     def _pushed(self, data: bytes) -> None:
-        try:
-            gate = _GATE.decode(data)
-        except msgspec.MsgspecError:
+        gate = read_json(_GATE, data, self._channel)
+        if gate is None:
             self._poll_now.set()
             return
         if gate.lane != self._lane:
             return
         self._pushes += 1
-        if gate.state is GateState.CLOSED:
-            self._set(gate, None)
-        elif gate.at_ms >= self._current.at_ms:
-            self._set(gate, time.monotonic() + self._provisional_s)
+        self._published(gate, _now_ms(), self._provisional_ms, pushed=True)
         self._poll_now.set()
 
     async def _poll(self) -> None:
@@ -157,7 +155,7 @@ class GateWatch:
         while True:
             self._poll_now.clear()
             seen = self._pushes
-            asked = time.monotonic()
+            asked_ms = _now_ms()
             try:
                 reading = await self._read()
             except (RedisError, OSError) as error:
@@ -165,50 +163,66 @@ class GateWatch:
                 await asyncio.sleep(back_off)
                 back_off = min(back_off * 2, BACK_OFF_S[1])
                 continue
+            except Exception as error:  # noqa: BLE001 - the outer edge: whoever follows the gate must live on
+                self._fault(error)
+                await asyncio.sleep(back_off)
+                back_off = min(back_off * 2, BACK_OFF_S[1])
+                continue
             back_off = BACK_OFF_S[0]
             if seen != self._pushes:
                 continue
-            self._polled(reading, asked)
+            self._polled(reading, asked_ms)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poll_now.wait(), self._poll_s)
 
-    def _polled(self, reading: Reading, asked: float) -> None:
-        gate = reading.gate
+    def _polled(self, reading: Reading, asked_ms: float) -> None:
+        gate, now_ms = reading.gate, _now_ms()
         if gate is None or gate.lane != self._lane:
-            if self._current.state is GateState.OPEN:
-                self._expire()
-        elif gate.state is GateState.CLOSED:
-            self._set(gate, None)
+            self._feed(Gone(at_ms=now_ms))
         else:
             # The server measured the rest after it was asked: counting from then is never too long.
-            self._set(gate, asked + reading.lease_ms / 1000.0)
+            self._published(gate, now_ms, asked_ms + reading.lease_ms - now_ms)
 
-    def _set(self, gate: Gate, deadline: float | None) -> None:
-        self._deadline = deadline
+    def _published(self, gate: Gate, now_ms: float, left_ms: float, *, pushed: bool = False) -> None:
+        if gate.state is GateState.OPEN and left_ms <= 0:
+            self._feed(Gone(at_ms=now_ms))
+        else:
+            self._feed(Published(gate=gate, lease_ms=left_ms, at_ms=now_ms, pushed=pushed))
+
+    def _feed(self, event: Event) -> None:
+        # A lease that ended before the event is told by itself, also where the event opens the gate again.
+        between, _ = handle(self._seat, TimePassed(at_ms=event.at_ms))
+        self._seat, _ = handle(between, event)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if deadline is not None:
+        if self._seat.state is SeatState.OPEN:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, deadline - time.monotonic()), self._expire_if_due)
-        if gate != self._current:
-            self._current = gate
-            if self._on_change is not None:
-                self._on_change(gate)
-            self._changes.append(gate)
-            self._changed.set()
+            self._timer = loop.call_later(self.lease_left_ms / 1000.0, self._time_passed)
+        for seat in (between, self._seat):
+            self._tell(seat.gate_at(event.at_ms))
 
-    def _expire_if_due(self) -> None:
-        if self._deadline is None:
+    def _time_passed(self) -> None:
+        self._feed(TimePassed(at_ms=_now_ms()))
+
+    def _tell(self, gate: Gate) -> None:
+        if gate == self._told:
             return
-        left = self._deadline - time.monotonic()
-        if left > 0:
-            self._timer = asyncio.get_running_loop().call_later(left, self._expire_if_due)
-        else:
-            self._expire()
+        self._told = gate
+        if self._on_change is not None:
+            self._on_change(gate)
+        self._changes.append(gate)
+        self._changed.set()
 
-    def _expire(self) -> None:
-        self._set(_closed(self._lane, self._current), None)
+    def _fault(self, error: Exception) -> None:
+        """What nobody foresaw: the gate closes, and the watch goes on."""
+        _log.error(
+            "Following the gate failed; the gate is closed and the watch goes on. Report this as a defect.",
+            key="gate_watch_fault",
+            lane=self._lane,
+            error=repr(error)[:300],
+        )
+        self._feed(Gone(at_ms=_now_ms()))
 
     def _outage(self, error: Exception) -> None:
         self.outages += 1
@@ -223,14 +237,5 @@ class GateWatch:
             )
 
 
-def _closed(lane: str, last: Gate | None) -> Gate:
-    return Gate(
-        lane=lane,
-        state=GateState.CLOSED,
-        reason=Reason.LEASE_EXPIRED,
-        epoch=last.epoch if last else 0,
-        grace_ms=last.grace_ms if last else 0.0,
-        policy_version=last.policy_version if last else 0,
-        by="watch",
-        at_ms=last.at_ms if last else 0.0,
-    )
+def _now_ms() -> float:
+    return time.monotonic() * 1000.0

@@ -8,9 +8,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
+from redis.exceptions import ResponseError
 
 from hybridsched.core.reasons import Reason
 from hybridsched.core.values import Budget, Gate, GateState
+from hybridsched.store.found import answer_or, read_epoch, read_json
 from hybridsched.store.gate_watch import GateWatch
 from hybridsched.store.keys import Keys
 from hybridsched.store.scripts import Arg, Call, Scripts, raise_first
@@ -48,12 +50,13 @@ class GateReading(msgspec.Struct, frozen=True, kw_only=True):
     gate: Gate | None
     """None: no gate, or its lease is over; that is closed."""
     epoch: int
+    """0 also when what stands there is no count."""
     lease_ms: float
     """What remains of the lease; 0 with no gate."""
 
 
 class _GateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a `Gate` that the caller gives; the script adds epoch and at_ms."""
+    """The fields of a `Gate` that the caller gives; the script adds epoch, at_ms and since_ms."""
 
     lane: str
     state: GateState
@@ -108,7 +111,11 @@ class GateStore:
 
         Opening decisions already under way are refused, because the epoch is raised first.
         """
-        await self._client.incr(self._keys.gate_epoch(lane))
+        try:
+            await self._client.incr(self._keys.gate_epoch(lane))
+        except ResponseError:
+            # No count: nothing opens on it, and the leader writes it anew.
+            read_epoch(b"", lane)
         gate = Gate(lane=lane, state=GateState.CLOSED, reason=reason, by=by)
         await self.publish_many([gate], leader_token="", lease_ms=lease_ms)
 
@@ -128,8 +135,18 @@ class GateStore:
         for lane in lanes:
             pipe.get(self._keys.gate(lane))
             pipe.pttl(self._keys.gate(lane))
-        epochs, *rest = await pipe.execute()
-        return {lane: _reading(rest[2 * i], epochs[i], rest[2 * i + 1]) for i, lane in enumerate(lanes)}
+        epochs, *rest = await pipe.execute(raise_on_error=False)
+        epochs = answer_or(epochs, [None] * len(lanes), self._keys.gates)
+        found = {}
+        for i, lane in enumerate(lanes):
+            where = self._keys.gate(lane)
+            gate = read_json(_GATE, answer_or(rest[2 * i], None, where), where)
+            lease = float(max(answer_or(rest[2 * i + 1], 0, where), 0)) if gate is not None else 0.0
+            epoch = read_epoch(epochs[i], lane)
+            if epoch is None and gate is not None and gate.state is GateState.OPEN:
+                gate, lease = None, 0.0
+            found[lane] = GateReading(gate=gate, epoch=epoch or 0, lease_ms=lease)
+        return found
 
     def watch(
         self,
@@ -159,12 +176,7 @@ class GateStore:
 
 def decode_gate(raw: bytes | None) -> Gate | None:
     """A stored or pushed gate; None when there is none or it is not one."""
-    if raw is None:
-        return None
-    try:
-        return _GATE.decode(raw)
-    except msgspec.MsgspecError:
-        return None
+    return read_json(_GATE, raw, "a gate")
 
 
 def _body(gate: Gate) -> bytes:
@@ -178,9 +190,3 @@ def _body(gate: Gate) -> bytes:
         by=gate.by,
     )
     return _ENCODE.encode(body)[:-1]
-
-
-def _reading(raw: bytes | None, epoch: bytes | None, lease: int) -> GateReading:
-    gate = decode_gate(raw)
-    remaining = float(max(lease, 0)) if gate is not None else 0.0
-    return GateReading(gate=gate, epoch=int(epoch or 0), lease_ms=remaining)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hybridsched.store.found import read_json
 from hybridsched.store.keys import Keys
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-_DECODE = msgspec.json.Decoder(GpuReport).decode
+_REPORT = msgspec.json.Decoder(GpuReport)
 
 
 class GpuReports:
@@ -46,10 +47,6 @@ class GpuReports:
 
     async def read(self) -> list[GpuReport]:
         """All reports, by job. What is none is left out."""
-        found = []
-        for raw in (await self._client.hgetall(self._key)).values():
-            try:
-                found.append(_DECODE(raw))
-            except msgspec.MsgspecError:
-                continue
-        return sorted(found, key=lambda report: report.job)
+        raw = (await self._client.hgetall(self._key)).values()
+        found = [read_json(_REPORT, text, "a report in", self._key) for text in raw]
+        return sorted((r for r in found if r is not None), key=lambda report: report.job)

@@ -7,6 +7,7 @@ node. Owners and contents of the values are documented where they are written; t
 from __future__ import annotations
 
 import re
+from urllib.parse import quote
 
 GROUP = "workers"
 """The consumer group of every online stream."""
@@ -46,6 +47,10 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
+def _quoted(model: str) -> str:
+    return quote(model, safe="/:@+=,", errors="surrogatepass")
+
+
 class Keys:
     """The keys of one pool. Methods take a name and return a key; properties are single keys.
 
@@ -78,12 +83,23 @@ class Keys:
         return f"{self.prefix}reply:{client}"
 
     def replicas(self, model: str) -> str:
-        """Hash replica -> "expires_ms load inflight cap woken" of the model's live online workers."""
+        """Hash replica -> "expires_ms load inflight cap woken" of the model's live online workers.
+
+        Where the policy packs online, " until_ms rank most_inflight most_load" follows: a place in the order.
+        """
         return f"{self.prefix}replicas:{model}"
+
+    def pack(self, model: str) -> str:
+        """String: JSON of `core.values.Pack`, PX; the model's pack order."""
+        return f"{self.prefix}pack:{model}"
 
     def wake(self, replica: str) -> str:
         """Channel: `wake` (there is work for you) or `cancel <request id>`."""
         return f"{self.prefix}wake:{replica}"
+
+    def replica_holder(self, replica: str) -> str:
+        """String: JSON of `store.replica_names.NameHolder`, PX; the worker that has the replica's name."""
+        return f"{self.prefix}replica-holder:{replica}"
 
     # gates
 
@@ -129,6 +145,14 @@ class Keys:
         """String: JSON of `store.lane_holders.Holder`, PX; the Slurm job that has the lane."""
         return f"{self.prefix}lane-holder:{lane}"
 
+    def lane_job_model(self, job: str) -> str:
+        """String: the model that a Slurm job of offline work needs, EX."""
+        return f"{self.prefix}lane-job-model:{job}"
+
+    def lane_proof(self, lane: str) -> str:
+        """String, EX: how the lane's own engine answered before it slept (`store.lane_proofs`)."""
+        return f"{self.prefix}lane-proof:{lane}"
+
     @property
     def lane_holder_fence(self) -> str:
         """Integer without TTL: raised by every claim of a lane."""
@@ -143,6 +167,11 @@ class Keys:
     def gpu_reports(self) -> str:
         """Hash: Slurm job -> JSON of `store.gpu_reports.GpuReport`: GPUs that a replica's job found gone."""
         return f"{self.prefix}gpu-reports"
+
+    @property
+    def engine_profiles(self) -> str:
+        """Hash: `MODEL DEVICE GPUS` -> JSON of `store.engine_profiles.EngineProfile`."""
+        return f"{self.prefix}engine-profiles"
 
     # policy, leader, operators, logs
 
@@ -178,7 +207,7 @@ class Keys:
 
     @property
     def holds(self) -> str:
-        """Hash: lane, or `*` for the pool -> JSON of `core.values.Hold`."""
+        """Hash: `ID LANE`, or `ID *` for the pool -> JSON of `core.values.Hold`."""
         return f"{self.prefix}holds"
 
     @property
@@ -195,6 +224,38 @@ class Keys:
     def events(self) -> str:
         """Stream: what happened, for reports; JSON in field `e`."""
         return f"{self.prefix}events"
+
+    @property
+    def write_probe(self) -> str:
+        """String, PX: somebody has just tried whether the server takes writes."""
+        return f"{self.prefix}write-probe"
+
+    # modes
+
+    @property
+    def mode_journal(self) -> str:
+        """String: JSON of `core.switch_values.SwitchState`: each host, written before each act."""
+        return f"{self.prefix}mode-journal"
+
+    @property
+    def mode_orders(self) -> str:
+        """Hash: id -> JSON of `core.mode_plan.Order`."""
+        return f"{self.prefix}mode-orders"
+
+    @property
+    def mode_approvals(self) -> str:
+        """Hash: id of a change of the calendar -> who approved it."""
+        return f"{self.prefix}mode-approvals"
+
+    @property
+    def mode_durations(self) -> str:
+        """String: JSON of `core.calendar.Durations`: what parts of switches took."""
+        return f"{self.prefix}mode-durations"
+
+    @property
+    def mode_status(self) -> str:
+        """String: JSON of `workers.policy_modes_view.ModeStatus`, PX."""
+        return f"{self.prefix}mode-status"
 
     # batches
 
@@ -213,6 +274,10 @@ class Keys:
         """String, PX: somebody has just looked over the active batches."""
         return f"{self.prefix}batches-sweep"
 
+    def batch_pace(self, model: str | None) -> str:
+        """String, PX: tokens a second that the batches of a model are done at."""
+        return f"{self.prefix}batch-pace:{model or ''}"
+
     def batch(self, batch_id: str) -> str:
         """Hash: one batch."""
         return f"{self.prefix}batch:{batch_id}"
@@ -222,9 +287,17 @@ class Keys:
         return f"{self.prefix}batch:{batch_id}:chunks"
 
     def rq_queue(self, model: str | None) -> str:
-        """Name of the RQ queue (not a key: RQ keeps its own `rq:` keys)."""
-        return f"hs-{self.pool}-{model or 'default'}"
+        """Name of the RQ queue of a model, or of batches without one. No key: RQ keeps its own `rq:` keys.
 
-    def rq_queue_of_batch(self, batch_id: str) -> str:
-        """The same for a batch that only Slurm jobs of its user run. No pool's name holds a `~`."""
-        return f"hs-{self.pool}~{batch_id}"
+        No two have the same name, whatever pools and models are called: a pool's name holds no colon, and
+        what follows it says what it is. Signs that could be part of a pattern are percent-encoded.
+        """
+        if model is None:
+            return f"{self.prefix}any"
+        return f"{self.prefix}model:{_quoted(model)}"
+
+    def rq_queue_of_batch(self, batch_id: str, model: str | None = None) -> str:
+        """The same for a batch that only Slurm jobs of its user run; `model`: for its chunks of that model,
+        where it has several."""
+        name = f"{self.prefix}batch:{batch_id}"
+        return name if model is None else f"{name}:{_quoted(model)}"

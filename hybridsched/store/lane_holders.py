@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hybridsched.core.values import GateState
+from hybridsched.store.found import answer_or, read_json
 from hybridsched.store.gates import decode_gate
+from hybridsched.store.job_models import JobModels
 from hybridsched.store.keys import Keys
 from hybridsched.store.scripts import Scripts
 from hybridsched.store.telemetry import Telemetry, TelemetryStore
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 LEASE_MS = 10_000
 """Life of a holder without renewal: longer than any gate's lease, so that the gate of a holder that was cut
 off has closed before another job can have its lane."""
+
+
+Models = str | tuple[str, ...] | None
+"""A model, or several of which any will do; None: all."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +84,21 @@ class LaneHolders:
         self._keys = Keys(pool)
         self._scripts = Scripts(client)
         self._telemetry = TelemetryStore(client, pool)
+        self.models = JobModels(client, pool)
 
     async def places(
-        self, *, node: str | None = None, lane: str | None = None, model: str | None = None
+        self, *, node: str | None = None, lane: str | None = None, model: Models = None
     ) -> list[Place]:
-        """Lanes of live replicas, free or not: of a node, of that name, of a model, as far as given."""
+        """Lanes of live replicas with no worker there: of a node, that name, a model or one of several, as
+        far as given."""
         return find_places(await self._telemetry.read_all(), node=node, lane=lane, model=model)
+
+    async def places_with_taken(
+        self, *, node: str | None = None, lane: str | None = None, model: Models = None
+    ) -> list[Place]:
+        """The same with those where a worker stands."""
+        telemetry = await self._telemetry.read_all()
+        return find_places(msgspec.structs.replace(telemetry, lanes={}), node=node, lane=lane, model=model)
 
     async def claim(
         self,
@@ -97,7 +112,8 @@ class LaneHolders:
     ) -> HeldLane | None:
         """Take the first of `places` that is free, with `open_only` the first whose gate is open as well.
 
-        None: there is no such lane now. Gates are read by a command of their own: a script's keys must be
+        None: there is no such lane now. What stands in a lane's key and is no holder of ours counts as one
+        for `lease_ms` and no longer. Gates are read by a command of their own: a script's keys must be
         writable for whoever calls it, and users' jobs may not write gates.
         """
         if open_only and places:
@@ -119,6 +135,24 @@ class LaneHolders:
         """Give a lane back. False: it was lost before."""
         return bool(await self._hold(held, 0))
 
+    async def read_token(self, lane: str) -> tuple[bytes, Holder | None, float] | None:
+        """What stands in a lane's key (b"": another type), who that is (None: none of ours), and how many
+        seconds it lives on without a renewal. None: the lane is free."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.get(self._keys.lane_holder(lane))
+        pipe.pttl(self._keys.lane_holder(lane))
+        raw, left_ms = await pipe.execute(raise_on_error=False)
+        token = answer_or(raw, b"", f"the holder of lane {lane}")
+        if token is None:
+            return None
+        # Without a life it is not ours and would stay for ever; it counts as long as ours would.
+        left_s = (left_ms if left_ms >= 0 else LEASE_MS) / 1000.0
+        return bytes(token), decode_holder(token), left_s
+
+    async def release_token(self, lane: str, token: bytes) -> bool:
+        """Give back a lane for a holder that is known to be dead. False: another has it by now, or nobody."""
+        return bool(await self._scripts.call("lane_hold", [self._keys.lane_holder(lane)], [token, 0]))
+
     async def read_many(self, lanes: Sequence[str]) -> dict[str, Holder | None]:
         """Who has each lane; None: nobody."""
         if not lanes:
@@ -138,16 +172,11 @@ def _is_open(raw: bytes | None) -> bool:
 
 def decode_holder(raw: bytes | None) -> Holder | None:
     """What stands in a lane's key; None when nobody has the lane, or it is none of ours."""
-    if raw is None:
-        return None
-    try:
-        return _HOLDER.decode(raw)
-    except msgspec.MsgspecError:
-        return None
+    return read_json(_HOLDER, raw, "the holder of a lane")
 
 
 def find_places(
-    telemetry: Telemetry, *, node: str | None = None, lane: str | None = None, model: str | None = None
+    telemetry: Telemetry, *, node: str | None = None, lane: str | None = None, model: Models = None
 ) -> list[Place]:
     """Lanes of live replicas where no worker stands, in the order of their names."""
     wanted: list[Callable[[Place], bool]] = []
@@ -156,7 +185,8 @@ def find_places(
     if lane is not None:
         wanted.append(lambda place: place.lane == lane)
     if model is not None:
-        wanted.append(lambda place: place.model == model)
+        models = (model,) if isinstance(model, str) else model
+        wanted.append(lambda place: place.model in models)
     found = []
     for record in telemetry.replicas.values():
         if record is None or not record.lane:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from hybridsched.store.keys import Keys
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 
 LEADER_LEASE_MS = 1500
 """Life of the leadership without renewal: six cycles of the default interval. Then a standby takes over."""
+
+
+async def leads(client: Redis, pool: str, token: str) -> bool:
+    """Whether the holder of a token leads now, by the server's word. Raises what the Redis client raises."""
+    found: Any = await client.get(Keys(pool).leader)
+    return bool(token) and found == token.encode()
+
+
+def term(token: str) -> str:
+    """The number of a leader's term: whoever leads later has a higher one. Empty: the token has none."""
+    number = token.partition(":")[0]
+    return number if number.isascii() and number.isdecimal() and len(number) <= 18 else ""
 
 
 class LeaderLease:
@@ -49,7 +61,7 @@ class LeaderLease:
     def note(self, answer: tuple[int, bytes]) -> bool:
         """Take over the answer of the script: whether this process leads."""
         leads, token = answer
-        self.leader = token.decode()
+        self.leader = token.decode("utf-8", "replace")
         self.token = self.leader if leads else ""
         return bool(leads)
 

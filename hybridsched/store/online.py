@@ -22,20 +22,22 @@ All methods raise redis.exceptions.RedisError when the server cannot be reached 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Literal, cast
 
+import msgspec
 import redis.asyncio
 
-from hybridsched.store.coalesce import Coalescer
-from hybridsched.store.keys import PRIORITIES, Keys, check_name
-from hybridsched.store.online_answers import AT_ONCE, Answers, call_all, claimed_from
+from hybridsched.store.keys import Keys, check_name
+from hybridsched.store.online_accept import Accepts
+from hybridsched.store.online_answers import Answers, reply_keys, text_of
+from hybridsched.store.online_foreign import Given, Rejects, Stale, sort_given
 from hybridsched.store.online_signals import Cancel, Wake, signals
 from hybridsched.store.online_values import (
     DECODE_WEIGHT,
-    Acceptance,
     Accepted,
     Claimed,
     End,
@@ -43,14 +45,16 @@ from hybridsched.store.online_values import (
     QueueLimits,
     Request,
 )
+from hybridsched.store.replies import Ended, ended
 from hybridsched.store.scripts import Call, WireScripts
 
 _SCRIPTS = (
-    *("accept", "cancel", "claim", "depth", "emit", "extend", "finish", "reclaim", "register", "release"),
-    *("stale", "unregister"),
+    *("accept", "cancel", "claim", "depth", "emit", "extend", "finish", "reclaim", "register", "reject"),
+    *("release", "stale", "unregister"),
 )
 _FORGET_CONSUMER_MS = 600_000
-_OUTCOMES = {outcome.value.encode(): outcome for outcome in Acceptance}
+_MOST_MOVES = 10
+"""How often one reclaim reads a request's reply streams anew; the next one looks at it again."""
 
 Reclaim = Literal["requeued", "cancelled", "expired", "failed", "lost"]
 
@@ -74,8 +78,9 @@ class OnlineQueue:
         self.keys = Keys(pool)
         self.limits = limits or QueueLimits()
         self._scripts = WireScripts(client, _SCRIPTS)
-        self._accepts: Coalescer[Request, Accepted] = Coalescer(self.accept_many)
+        self._accepts = Accepts(self._scripts, self.keys, self.limits)
         self._answers = Answers(self._scripts, self.keys, self.limits)
+        self._rejects = Rejects(self._scripts, self.keys, self.limits)
 
     # the service's side
 
@@ -83,10 +88,9 @@ class OnlineQueue:
         """Accept one request; those of one turn of the event loop share a round trip.
 
         Raises:
-            ValueError: the id or the model cannot stand in a key, or the priority is not 0, 1 or 2.
+            ValueError: it is none that can be sent; see `online_accept.check`.
         """
-        _check(request)
-        return await self._accepts.submit(request)
+        return await self._accepts.one(request)
 
     async def accept_many(self, requests: Sequence[Request]) -> list[Accepted]:
         """Accept requests in one round trip. Each is accepted, attached or refused on its own.
@@ -94,69 +98,75 @@ class OnlineQueue:
         Raises:
             ValueError: as `accept`, and then none of them was sent.
         """
-        for request in requests:
-            _check(request)
-        calls = [self._accept_call(requests[i : i + AT_ONCE]) for i in range(0, len(requests), AT_ONCE)]
-        words = [word for answer in await call_all(self._scripts, calls) for word in answer]
-        return [
-            Accepted(request.id, _OUTCOMES[word[0]], word[1].decode())
-            for request, word in zip(requests, words, strict=True)
-        ]
+        return await self._accepts.many(requests)
 
-    def _accept_call(self, requests: Sequence[Request]) -> Call:
-        limits, prefix = self.limits, self.keys.prefix
-        keys: list[str] = []
-        args: list[str | bytes | int | float] = [
-            prefix,
-            limits.keep_ms,
-            limits.retry_budget,
-            limits.reply_ttl_ms,
-            limits.reply_maxlen,
-        ]
-        for r in requests:
-            keys += (
-                f"{prefix}req:{r.id}",
-                f"{prefix}online:{r.model}:{r.priority}",
-                r.reply,
-                f"{prefix}replicas:{r.model}",
-            )
-            args += (
-                r.id,
-                r.path,
-                r.body,
-                1 if r.stream else 0,
-                r.timeout_ms,
-                r.cost,
-                r.prompt_tokens,
-                r.priority,
-                r.max_waiting,
-            )
-        return Call("accept", keys, args)
+    def abandon(self, error: Exception) -> set[asyncio.Task[None]]:
+        """The caller goes: whoever waits for an `accept` gets `error`.
+
+        Returns what is still to be cancelled and awaited.
+        """
+        return self._accepts.abandon(error)
 
     async def cancel(self, request_id: str) -> Literal["cancelled", "aborting", "done", "unknown"]:
-        """Cancel a request. One that waits is answered `cancelled` now; a running one by its worker, soon.
+        """Cancel a request for all who wait for it.
+
+        One in the queue is answered `cancelled` now; a running one by its worker, soon.
 
         Raises:
             ValueError: the id cannot stand in a key.
         """
+        return cast("Literal['cancelled', 'aborting', 'done', 'unknown']", await self._cancel(request_id, ""))
+
+    async def leave(
+        self, request_id: str, reply: str
+    ) -> Literal["cancelled", "aborting", "left", "done", "unknown"]:
+        """The one who reads `reply` does not wait any more; the last to leave cancels the request.
+
+        `left`: others wait still, or this one never did.
+
+        Raises:
+            ValueError: the id cannot stand in a key.
+        """
+        return cast(
+            "Literal['cancelled', 'aborting', 'left', 'done', 'unknown']",
+            await self._cancel(request_id, reply),
+        )
+
+    async def _cancel(self, request_id: str, leaves: str) -> str:
         key = self.keys.request(check_name("request id", request_id))
         limits = self.limits
         while True:
             stream, reply = await self._scripts.wire.call("HMGET", key, "stream", "reply")
             if stream is None or reply is None:
                 return "unknown"
-            word = await self._scripts.call(
+            word: bytes = await self._scripts.call(
                 "cancel",
-                [key, stream, reply],
-                [self.keys.prefix, request_id, limits.keep_ms, limits.reply_ttl_ms, limits.reply_maxlen],
+                [key, stream, *reply.split(b" ")],
+                [
+                    *(self.keys.prefix, request_id, limits.keep_ms, limits.reply_ttl_ms, limits.reply_maxlen),
+                    leaves,
+                ],
             )
             if word != b"moved":
-                outcome: Literal["cancelled", "aborting", "done", "unknown"] = word.decode()
-                return outcome
+                return word.decode()
 
     async def result(self, request_id: str) -> bytes | None:
         """The kept `end` (JSON) of an answered request, while it is kept; else None."""
         return cast("bytes | None", await self.client.hget(self.keys.request(request_id), "result"))
+
+    async def awaited(self, request_id: str, reply: str) -> bool:
+        """Whether the request is known, and its answer comes, or has come, to `reply`."""
+        replies = await self._scripts.wire.call("HGET", self.keys.request(request_id), "reply")
+        return replies is not None and reply.encode() in replies.split(b" ")
+
+    async def kept(self, request_id: str) -> Ended | None:
+        """The same as a reply stream would bring it."""
+        result, attempt, groups = await self._scripts.wire.call(
+            "HMGET", self.keys.request(request_id), "result", "attempt", "emitted"
+        )
+        if result is None:
+            return None
+        return ended(request_id, int(attempt or 0), groups or b"0", result)
 
     # the worker's side
 
@@ -199,11 +209,13 @@ class OnlineQueue:
         """Take requests, most urgent first, while the replica has room and is (nearly) the least loaded.
 
         With `lane`, a claim that grants anything also closes that lane's gate, in the same step; see
-        `Claimed.closed_gate`. Requests past their deadline are answered `expired` here and not returned.
+        `Claimed.closed_gate`. Requests past their deadline are answered `expired` here and not returned, and
+        entries that accept.lua would not write are answered `failed`.
         An empty list means: wait for the next wake, and look again after a while all the same.
         """
         keys, limits = self.keys, self.limits
         gate = lane or replica
+        sent_at = time.monotonic()
         reply = await self._scripts.call(
             "claim",
             [*keys.online_all(model), keys.replicas(model), keys.gate(gate), keys.gate_epoch(gate)],
@@ -213,17 +225,15 @@ class OnlineQueue:
                 *(0 if lane is None else 1, gate, limits.gate_ttl_ms),
             ],
         )
-        now_ms, closed, epoch = float(reply[0]), bool(reply[1]), int(reply[2])
-        granted, late = [], []
-        for priority, entry, expired, flat in reply[4]:
-            request = claimed_from(model, priority, entry, consumer, flat, now_ms)
-            if expired:
-                late.append(request)
-            else:
-                request.closed_gate, request.epoch = closed, epoch
-                granted.append(request)
-        for request in late:
+        given: Given = sort_given(model, consumer, reply)
+        # Counted from its sending: how much of the wait came after the script ran is not known.
+        took_ms = (time.monotonic() - sent_at) * 1000.0
+        for request in given.granted:
+            request.left_ms -= took_ms
+        granted = [request for request in given.granted if request.left_ms > 0]
+        for request in [*given.late, *(r for r in given.granted if r.left_ms <= 0)]:
             self._answers.end(request, End.expired(replica)).add_done_callback(_leave_to_reclaim)
+        self._rejects.post(given.foreign)
         return granted
 
     async def emit(self, request: Claimed, number: int, chunks: Sequence[bytes]) -> bool:
@@ -273,7 +283,7 @@ class OnlineQueue:
             )
             if not word.startswith(b"="):
                 return word.decode()
-            request.reply = word[1:].decode()
+            request.reply = text_of(word[1:])
 
     async def reclaim(self, model: str, lease_ms: int, limit: int = 100) -> Counter[Reclaim]:
         """Take up to `limit` requests of each class from workers that have not renewed them for `lease_ms`.
@@ -284,32 +294,31 @@ class OnlineQueue:
         stale = await self._scripts.call(
             "stale", self.keys.online_all(model), [lease_ms, limit, _FORGET_CONSUMER_MS]
         )
-        waiting = [
-            claimed_from(model, priority, entry, owner.decode(), flat, 0.0)
-            for priority, entry, owner, _, flat in stale
-        ]
+        waiting = [Stale.listed(model, row) for row in stale]
         outcome: Counter[Reclaim] = Counter()
-        while waiting:
-            words = await call_all(
-                self._scripts, [self._reclaim_call(request, lease_ms) for request in waiting]
-            )
+        for _ in range(_MOST_MOVES):
+            words = await self._scripts.call_many([self._reclaim_call(one, lease_ms) for one in waiting])
             again = []
-            for request, word in zip(waiting, words, strict=True):
-                if word.startswith(b"="):
-                    request.reply = word[1:].decode()
-                    again.append(request)
+            for one, word in zip(waiting, words, strict=True):
+                if isinstance(word, Exception):
+                    one.log(word)
+                    outcome["lost"] += 1
+                elif word.startswith(b"="):
+                    again.append(msgspec.structs.replace(one, reply=word[1:]))
                 else:
                     outcome[word.decode()] += 1
             waiting = again
+            if not waiting:
+                break
         return outcome
 
-    def _reclaim_call(self, request: Claimed, lease_ms: int) -> Call:
+    def _reclaim_call(self, one: Stale, lease_ms: int) -> Call:
         limits = self.limits
         return Call(
             "reclaim",
-            self._request_keys(request),
+            one.keys(self.keys),
             [
-                *(self.keys.prefix, request.consumer, request.entry, lease_ms, limits.max_attempts),
+                *(self.keys.prefix, one.owner, one.entry, lease_ms, limits.max_attempts),
                 *(limits.keep_ms, limits.reply_ttl_ms, limits.reply_maxlen),
             ],
         )
@@ -334,23 +343,17 @@ class OnlineQueue:
         """Wait until every emit, finish and accept that was begun has been sent."""
         await self._accepts.drain()
         await self._answers.drain()
+        await self._rejects.drain()
 
-    def _request_keys(self, request: Claimed) -> list[str]:
+    def _request_keys(self, request: Claimed) -> list[str | bytes]:
+        first, *others = reply_keys(request.reply)
         return [
             self.keys.request(request.id),
             self.keys.online(request.model, request.priority),
-            request.reply,
+            first,
             self.keys.replicas(request.model),
+            *others,
         ]
-
-
-def _check(request: Request) -> None:
-    check_name("request id", request.id)
-    check_name("model", request.model)
-    if request.priority not in PRIORITIES:
-        raise ValueError(
-            f"priority {request.priority} is unknown; use 0 (most urgent), 1 (normal) or 2 (low)"
-        )
 
 
 def _leave_to_reclaim(future: asyncio.Future[bool]) -> None:

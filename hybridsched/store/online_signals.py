@@ -8,13 +8,16 @@ from typing import Any
 
 import msgspec
 import redis.asyncio
-import stamina
 
+from hybridsched.log import get_logger
 from hybridsched.store.connection import SOCKET_TIMEOUT_S
+from hybridsched.store.patience import pauses
 from hybridsched.store.wire import Wire
 
 _PING_AFTER_S = SOCKET_TIMEOUT_S / 2
 """Silence after which the connection is tried; as much again without an answer, and it is made anew."""
+
+_log = get_logger("online")
 
 
 class Wake(msgspec.Struct, frozen=True):
@@ -36,17 +39,14 @@ async def signals(client: redis.asyncio.Redis, channel: str) -> AsyncIterator[Wa
     wire = Wire(client, listener=heard.put_nowait)
     try:
         while True:
-            async for attempt in stamina.retry_context(
-                on=(redis.RedisError, OSError),
-                attempts=None,
-                timeout=None,
-                wait_initial=0.05,
-                wait_max=1.0,
-                wait_jitter=0.1,
-            ):
-                with attempt:
+            for pause in pauses():
+                try:
                     await wire.connect()
                     wire.send(("SUBSCRIBE", channel))
+                    break
+                except (redis.RedisError, OSError):
+                    # The worker's claims meet the same outage, and say so once.
+                    await asyncio.sleep(pause)
             async for signal in _until_lost(wire, heard):
                 yield signal
     finally:
@@ -71,8 +71,28 @@ async def _until_lost(wire: Wire, heard: asyncio.Queue[Any]) -> AsyncIterator[Wa
             return
         if isinstance(message, Exception):
             raise message
-        if message[0] == b"subscribe":
-            yield Wake()
-        elif message[0] == b"message":
-            word, _, request_id = message[2].decode().partition(" ")
-            yield Cancel(request_id) if word == "cancel" else Wake()
+        signal = _signal(message)
+        if signal is not None:
+            yield signal
+
+
+def _signal(message: Any) -> Wake | Cancel | None:
+    """What a message says; None where it is no signal (the answer to a ping) or nobody's of ours."""
+    if not isinstance(message, list) or len(message) < 3:
+        return None
+    kind, _, said = message[:3]
+    if kind == b"subscribe":
+        return Wake()
+    if kind != b"message":
+        return None
+    word, _, request_id = said.partition(b" ")
+    if word == b"wake":
+        return Wake()
+    if word == b"cancel" and request_id.isascii():
+        return Cancel(request_id.decode())
+    _log.warning(
+        "A message on the wake channel is neither `wake` nor `cancel ID`; it is skipped.",
+        key="signal_unknown",
+        message=said[:80].decode("utf-8", "replace"),
+    )
+    return None

@@ -43,11 +43,17 @@ class Acceptance(StrEnum):
 
     ACCEPTED = "accepted"
     ATTACHED = "attached"
-    """The id is known and not yet answered: the answer comes to the reply stream of this repeat."""
+    """The id is known and not yet answered: the answer comes to the reply stream of this repeat as well."""
     DONE = "done"
     """The id was answered before: the kept answer was sent again."""
+    STREAM_GAP = "stream_gap"
+    """The id is that of a stream of which others have been sent a part, and that part is not kept."""
+    CONFLICT = "conflict"
+    """The id is that of another request, which was left alone."""
     RETRY_BUDGET_EXHAUSTED = "retry_budget_exhausted"
     QUEUE_FULL = "queue_full"
+    REFUSED = "refused"
+    """It is none that can be queued; `Accepted.entry` says why."""
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -56,6 +62,8 @@ class Accepted(msgspec.Struct, frozen=True):
     id: str
     outcome: Acceptance
     entry: str
+    live: int = 0
+    """Live replicas of its model."""
 
 
 class Claimed(msgspec.Struct, kw_only=True):
@@ -72,7 +80,7 @@ class Claimed(msgspec.Struct, kw_only=True):
     body: bytes
     stream: bool
     reply: str
-    """The reply stream; the queue renews it when a retry of the client names another."""
+    """The reply streams of all that wait for it, apart by spaces; renewed when one comes or leaves."""
     deadline_ms: float
     accepted_ms: float
     cost: int
@@ -80,7 +88,7 @@ class Claimed(msgspec.Struct, kw_only=True):
     age_ms: float
     """Since acceptance, when it was claimed."""
     left_ms: float
-    """To its deadline, when it was claimed."""
+    """To its deadline, when the claim came back; counted from the claim's sending, so never too long."""
     closed_gate: bool = False
     """The claim that granted it found the lane's gate open and closed it."""
     epoch: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, cast
 
@@ -10,6 +11,7 @@ import msgspec
 from hybridsched.core.policy import PoolPolicy
 from hybridsched.store.channels import entries, messages
 from hybridsched.store.connection import StoreError
+from hybridsched.store.found import name_bad
 from hybridsched.store.keys import Keys
 from hybridsched.store.scripts import Arg, Scripts
 from hybridsched.store.telemetry import open_object
@@ -104,7 +106,7 @@ def decode_policy(raw: bytes | None) -> PoolPolicy | None:
         return None
     try:
         return _POLICY.decode(raw)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise PolicyError(
             f"the policy in Redis cannot be read ({error}); "
             f"publish one with `hybridsched pool policy set FILE`"
@@ -116,9 +118,14 @@ def _version(fields: dict[bytes, bytes]) -> PolicyVersion:
         policy = decode_policy(fields.get(b"policy"))
     except PolicyError:
         policy = None
+    try:
+        version, at_ms = int(fields.get(b"version", b"0")), float(fields.get(b"at_ms", b"0"))
+    except ValueError:
+        name_bad("an entry of the policy history", str(fields)[:200])
+        version, at_ms, policy = 0, 0.0, None
     return PolicyVersion(
-        version=int(fields.get(b"version", b"0")),
-        at_ms=float(fields.get(b"at_ms", b"0")),
+        version=version,
+        at_ms=at_ms if math.isfinite(at_ms) else 0.0,
         by=fields.get(b"by", b"").decode("utf-8", "replace"),
         note=fields.get(b"note", b"").decode("utf-8", "replace"),
         policy=policy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -38,7 +38,7 @@ def quick(kind: type[Any]) -> type[Any]:
     ) -> None:
         if not self.is_connected:
             await self.connect()
-        if check_health:
+        if check_health and not self.greets:
             await self.check_health()
         if isinstance(command, str):
             command = command.encode()
@@ -57,6 +57,20 @@ def quick(kind: type[Any]) -> type[Any]:
             await self.disconnect(nowait=True)
             raise
 
+    def unchecked(greet: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        # A connection that has just been made needs no check. Where the login is refused, the check's PING
+        # would fail and connect again, whose first command would be checked, and so on without end.
+        async def greet_unchecked(self: Any, *args: Any, **options: Any) -> None:
+            self.greets = True
+            try:
+                await greet(self, *args, **options)
+            finally:
+                self.greets = False
+
+        return greet_unchecked
+
+    # redis-py has the second one from 5.3 on; it connects by it.
+    greetings = [name for name in ("on_connect", "on_connect_check_health") if hasattr(kind, name)]
     return type(
         kind.__name__,
         (kind,),
@@ -64,5 +78,7 @@ def quick(kind: type[Any]) -> type[Any]:
             "pack_command": pack_command,
             "pack_commands": pack_commands,
             "send_packed_command": send_packed_command,
+            "greets": False,
+            **{name: unchecked(getattr(kind, name)) for name in greetings},
         },
     )

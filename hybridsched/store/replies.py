@@ -32,19 +32,40 @@ class Ended(msgspec.Struct, frozen=True):
     id: str
     attempt: int
     end: End
+    groups: int = 0
+    """Groups of chunks that were sent before it."""
 
 
 def parse(flat: list[bytes]) -> Group | Ended | None:
-    """One entry of a reply stream (a flat list of names and values); None when it is neither."""
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    """One entry of a reply stream (a flat list of names and values); None when it names no request.
+
+    What names one and cannot be read ends that request, and no other, with code `engine_bad_answer`.
+    """
+    fields = dict(zip(flat[::2], flat[1::2], strict=False))
     try:
         request_id, attempt = fields[b"id"].decode(), int(fields[b"attempt"])
-        end = fields.get(b"end")
-        if end is not None:
-            return Ended(request_id, attempt, END_DECODER.decode(end))
-        return Group(request_id, attempt, int(fields[b"n"]), msgspec.Raw(fields[b"tok"]))
-    except (KeyError, ValueError, msgspec.DecodeError):
+    except (KeyError, ValueError):
         return None
+    end = fields.get(b"end")
+    if end is not None:
+        return ended(request_id, attempt, fields.get(b"groups", b"0"), end)
+    try:
+        return Group(request_id, attempt, int(fields[b"n"]), msgspec.Raw(fields[b"tok"]))
+    except (KeyError, ValueError):
+        return Ended(request_id, attempt, bad_answer("an entry of its reply stream cannot be read"))
+
+
+def ended(request_id: str, attempt: int, groups: bytes, end: bytes) -> Ended:
+    """The end of a request as Redis keeps it; one that cannot be read is a failure."""
+    try:
+        return Ended(request_id, attempt, END_DECODER.decode(end), int(groups))
+    except (ValueError, RecursionError) as error:
+        return Ended(request_id, attempt, bad_answer(f"its end cannot be read ({error})"))
+
+
+def bad_answer(what: str) -> End:
+    """The end of a request whose answer makes no sense."""
+    return End.failed("engine_bad_answer", f"the answer is not what an engine sends: {what}", http_status=502)
 
 
 class ReplyReader:

@@ -98,8 +98,13 @@ class ChunkQueue:
             name, connection=client, job_class=ChunkJob, serializer=JSONSerializer, default_timeout=-1
         )
 
-    def put(self, batch_id: str, chunk_no: int, *, front: bool = False) -> None:
-        """Enqueue a chunk; at the front when it had been begun, so that it keeps its place."""
+    @property
+    def key(self) -> str:
+        """Of the list of job ids, the next one first."""
+        return str(self._queue.key)
+
+    def put(self, batch_id: str, chunk_no: int, *, front: bool = False) -> str:
+        """Enqueue a chunk; at the front if it had been begun, so that it keeps its place. Returns the job."""
         job = ChunkJob.create(
             FUNCTION,
             args=[batch_id, chunk_no],
@@ -113,6 +118,7 @@ class ChunkQueue:
             failure_ttl=_FAILED_JOB_KEPT_S,
         )
         self._queue.enqueue_job(job, at_front=front)
+        return str(job.id)
 
     def waiting(self) -> set[tuple[str, int]]:
         """The chunks that stand in the queue."""
@@ -204,23 +210,31 @@ class ChunkWorker(SimpleWorker):  # type: ignore[misc]
                 return True
 
     def _fetch(self, job_id: str) -> ChunkJob | None:
+        """The job, or None: it is gone, or it is none of ours and has been dropped."""
+        if not _JOB_ID.fullmatch(job_id):
+            # Its hash, if there is one, may belong to another program that uses RQ: it stays.
+            self._refused(job_id, "its id is not one of ours")
+            return None
         try:
             job: ChunkJob = self.job_class.fetch(
                 job_id, connection=self.connection, serializer=JSONSerializer
             )
-        except (RefusedJobError, redis.ResponseError) as exc:
-            log.error(  # noqa: TRY400 - a traceback would say nothing more
-                "A job in the queue was not made by hybridsched and was dropped; somebody else can write to "
-                "this Redis: check its ACL",
-                key="job_refused",
-                job=job_id[:100],
-                why=str(exc),
-            )
+        except (RefusedJobError, redis.ResponseError, ValueError) as exc:
+            self._refused(job_id, str(exc))
             self.connection.delete(ChunkJob.key_for(job_id))
             return None
         except NoSuchJobError:
             return None
         return job
+
+    def _refused(self, job_id: str, why: str) -> None:
+        log.error(
+            "A job in the queue was not made by hybridsched and was dropped; somebody else can write to "
+            "this Redis: check its ACL",
+            key="job_refused",
+            job=job_id[:100],
+            why=why[:300],
+        )
 
     def close(self) -> None:
         """Sign off."""

@@ -137,9 +137,9 @@ class WireScripts:
 
     async def _run(self, calls: Sequence[Call]) -> list[Any]:
         await self.wire.connect()
-        futures = [
-            self.wire.post(("EVALSHA", digest(name), len(keys), *keys, *args)) for name, keys, args in calls
-        ]
+        futures = self.wire.post_all(
+            [("EVALSHA", digest(name), len(keys), *keys, *args) for name, keys, args in calls]
+        )
         results = await asyncio.gather(*futures, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, ResponseError):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
-from hybridsched.core.values import UNKNOWN, Gate, LaneView, ReplicaView, Signal
+from hybridsched.core.values import UNKNOWN, Gate, LaneView, LatencyFit, ReplicaView, Signal
 from hybridsched.store.channels import messages
+from hybridsched.store.found import answer_or, name_bad, read_json
 from hybridsched.store.keys import Keys
 from hybridsched.store.scripts import Scripts
 
@@ -25,6 +26,8 @@ RECORD_LIFE_MS = 10_000
 """Life of a record in Redis: beyond the age limits of a policy, so that staleness shows as an age first."""
 
 INDEX_LIFE_MS = 600_000
+SIGNED_OFF_MS = 15_000
+"""What is left of that to a name that has signed off: long enough for its lane's gate to be closed."""
 """A replica or lane that has been silent this long leaves the index, and with it every report."""
 
 
@@ -41,7 +44,14 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     tpot_p99_ms: float | None = None
     healthy: float | None = None
     """1 healthy, 0 not."""
+    fault: str = ""
+    """The code of what is wrong with an engine that answers and is not healthy; empty when none is."""
+    restarts: int = 0
+    """How often its worker has found that it must be started again: whoever starts it does so at each."""
     health_age_ms: float | None = None
+    latency: LatencyFit | None = None
+    """How long its iterations take, as far as they have shown it."""
+    latency_age_ms: float | None = None
     gpu_activity: float | None = None
     gpu_age_ms: float | None = None
 
@@ -61,6 +71,14 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     online_inflight: int | None = None
     online_idle_ms: float | None = None
     """How long the worker has held no request at the time of publication; 0 while it holds any."""
+    online_load: float | None = None
+    """Tokens that its requests still cost, as routing counts them."""
+    online_ttft_ms: float | None = None
+    """Mean of the last half minute, and the same of the time per further token."""
+    online_tpot_ms: float | None = None
+    claimed: int | None = None
+    """Online requests claimed since the worker began, and their prompt tokens."""
+    claimed_tokens: int | None = None
     engine: EngineRecord = EngineRecord()
     at_ms: float | None = None
     """Server time of publication. Given by the server; what the caller says here is not sent."""
@@ -71,6 +89,9 @@ class LaneRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     lane: str
     replica: str = ""
+    """The replica whose engine it shares, or beside which its own engine stands."""
+    engine: str = ""
+    """Address of the lane's own engine; empty: it shares its replica's."""
     offline_inflight: int | None = None
     work: int | None = None
     """Lines that the worker could run."""
@@ -79,6 +100,20 @@ class LaneRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     """Measured offline tokens (prompt + output) per second."""
     worker: str = ""
+    tag: str = ""
+    """What the ids of its requests have in common (`core.orphans.request_id`)."""
+    numbers: tuple[int, ...] = ()
+    """Numbers of the requests that it has in the engine."""
+    next_number: int = 0
+    """The number of its next request."""
+    model: str = ""
+    """The model whose batches the worker runs."""
+    problem: str = ""
+    """Why its worker can run nothing though it has work: a code, a colon and a sentence. Empty: it can."""
+    stands: str = ""
+    """`paused` or `asleep` while the lane's own engine stands still; empty: it goes, or the lane has none."""
+    refusal: str = ""
+    """Which rung of the policy's ladder its engine does not have, in the same form. Empty: none."""
     at_ms: float | None = None
 
 
@@ -93,12 +128,12 @@ _Record = TypeVar("_Record", ReplicaRecord, LaneRecord)
 
 def decode_replica(raw: bytes | None) -> ReplicaRecord | None:
     """A stored record; None when it has expired or is not one."""
-    return _decode(_REPLICA, raw)
+    return read_json(_REPLICA, raw, "a replica's record")
 
 
 def decode_lane(raw: bytes | None) -> LaneRecord | None:
     """A stored record; None when it has expired or is not one."""
-    return _decode(_LANE, raw)
+    return read_json(_LANE, raw, "a lane's record")
 
 
 def replica_view(record: ReplicaRecord, now_ms: float) -> ReplicaView:
@@ -112,13 +147,19 @@ def replica_view(record: ReplicaRecord, now_ms: float) -> ReplicaView:
         node=record.node,
         online_inflight=_signal(record.online_inflight, since),
         online_idle_ms=_signal(record.online_idle_ms, since),
+        online_load=_signal(record.online_load, since),
+        online_ttft_ms=_signal(record.online_ttft_ms, since),
+        online_tpot_ms=_signal(record.online_tpot_ms, since),
         engine_healthy=_signal(engine.healthy, _add(engine.health_age_ms, since)),
+        engine_fault=engine.fault,
         engine_running=_signal(engine.running, metrics),
         engine_waiting=_signal(engine.waiting, metrics),
         kv_use=_signal(engine.kv_use, metrics),
         frozen_ms=_signal(engine.frozen_ms, metrics),
         ttft_p99_ms=_signal(engine.ttft_p99_ms, metrics),
         tpot_p99_ms=_signal(engine.tpot_p99_ms, metrics),
+        latency=engine.latency,
+        latency_age_ms=_add(engine.latency_age_ms, since),
         gpu_activity=_signal(engine.gpu_activity, _add(engine.gpu_age_ms, since)),
     )
 
@@ -130,7 +171,7 @@ def lane_view(
     now_ms: float,
     *,
     gate: Gate | None = None,
-    epoch: int = 0,
+    epoch: int | None = 0,
 ) -> LaneView:
     """A lane as a decision sees it at server time `now_ms`; without a record all its signals are unknown."""
     if record is None:
@@ -145,6 +186,7 @@ def lane_view(
         work=_signal(record.work, since),
         offline_peak=_signal(record.offline_peak, since),
         tokens_per_s=_signal(record.tokens_per_s, since),
+        own=bool(record.engine),
     )
 
 
@@ -184,10 +226,33 @@ class TelemetryStore:
         )
         return float(stamp)
 
+    async def offline_inflight(self, lane: str, now_ms: float, max_age_ms: float) -> tuple[int, float]:
+        """What the lane's worker has in the replica's engine, by its record, and the record's age in ms.
+
+        0 and 0.0 where no record is younger than `max_age_ms`, or the lane has an engine of its own.
+
+        `now_ms` is server time, such as `publish` returns. Raises what the Redis client raises.
+        """
+        raw = cast("bytes | None", await self._client.get(self._keys.lane_telemetry(lane)))
+        record = decode_lane(raw)
+        if record is None or record.at_ms is None or not now_ms - record.at_ms <= max_age_ms:
+            return 0, 0.0
+        if record.engine:
+            return 0, 0.0  # the replica's counters tell nothing of what runs beside it
+        return max(0, record.offline_inflight or 0), max(0.0, now_ms - record.at_ms)
+
     async def withdraw(self, replica: str) -> None:
-        """Take a replica's record away at a clean stop, so that its lane closes at once as missing."""
-        await self._client.delete(self._keys.telemetry(replica))
-        await self._client.publish(self._keys.telemetry_channel, replica)
+        """Take a replica's record away at a clean stop, so that its lane closes at once as missing, and is
+        forgotten soon."""
+        seconds, _ = await self._client.time()
+        pipe = self._client.pipeline(transaction=False)
+        pipe.delete(self._keys.telemetry(replica))
+        pipe.zadd(
+            self._keys.replica_index, {replica: seconds * 1000.0 - INDEX_LIFE_MS + SIGNED_OFF_MS}, xx=True
+        )
+        pipe.zrem(self._keys.lane_index, replica)
+        pipe.publish(self._keys.telemetry_channel, replica)
+        await pipe.execute()
 
     async def withdraw_lane(self, lane: str) -> None:
         """The same for a lane: its work is unknown from here on."""
@@ -198,7 +263,7 @@ class TelemetryStore:
         """Every replica and lane known to the pool, in two round trips, with the server's time."""
         pipe = self._client.pipeline(transaction=False)
         self.queue_index(pipe)
-        index = read_index(await pipe.execute())
+        index = read_index(await pipe.execute(raise_on_error=False))
         pipe = self._client.pipeline(transaction=False)
         self.queue_records(pipe, index)
         # TIME last: read earlier, it could be older than a record's stamp, and a negative age is unknown.
@@ -266,17 +331,38 @@ def open_object(value: msgspec.Struct, *last: str) -> bytes:
 
 
 def read_index(answers: Sequence[Any]) -> Index:
-    """The answers of `TelemetryStore.queue_index`."""
-    return Index(replicas=names(answers[0]), lanes=names(answers[1]))
+    """The answers of `TelemetryStore.queue_index`. An index that is none counts as empty."""
+    nothing: list[bytes] = []
+    return Index(
+        replicas=names(answer_or(answers[0], nothing, "replica-index")),
+        lanes=names(answer_or(answers[1], nothing, "lane-index")),
+    )
 
 
 def read_records(index: Index, answers: Sequence[Any], now_ms: float) -> Telemetry:
     """The answers of `TelemetryStore.queue_records`."""
     return Telemetry(
         now_ms=now_ms,
-        replicas={name: decode_replica(raw) for name, raw in zip(index.replicas, answers[0], strict=False)},
-        lanes={name: decode_lane(raw) for name, raw in zip(index.lanes, answers[1], strict=False)},
+        replicas={
+            name: _own(name, read_json(_REPLICA, raw, "the record of replica", name))
+            for name, raw in zip(index.replicas, answers[0], strict=False)
+        },
+        lanes={
+            name: _own(name, read_json(_LANE, raw, "the record of lane", name))
+            for name, raw in zip(index.lanes, answers[1], strict=False)
+        },
     )
+
+
+def _own(name: str, record: _Record | None) -> _Record | None:
+    """The record, if it speaks of the one under whose name it stands: else it would speak for another."""
+    if record is None:
+        return None
+    said = record.replica if isinstance(record, ReplicaRecord) else record.lane
+    if said != name:
+        name_bad(f"the record of {name}", f"it speaks of {said[:80]!r}")
+        return None
+    return record
 
 
 def names(raw: Sequence[bytes]) -> list[str]:
@@ -287,16 +373,6 @@ def names(raw: Sequence[bytes]) -> list[str]:
 def server_ms(raw: tuple[int, int]) -> float:
     """The answer of TIME in milliseconds."""
     return raw[0] * 1000.0 + raw[1] / 1000.0
-
-
-def _decode(decoder: msgspec.json.Decoder[_Record], raw: bytes | None) -> _Record | None:
-    if raw is None:
-        return None
-    try:
-        return decoder.decode(raw)
-    except msgspec.MsgspecError:
-        # Written by another version or by hand: unknown, which closes the lane.
-        return None
 
 
 def _since(at_ms: float | None, now_ms: float) -> float | None:
@@ -310,4 +386,7 @@ def _add(age: float | None, since: float | None) -> float | None:
 def _signal(value: float | None, age: float | None) -> Signal:
     if value is None or age is None or age < 0:
         return UNKNOWN
-    return Signal(value=float(value), age_ms=age)
+    try:
+        return Signal(value=float(value), age_ms=age)
+    except OverflowError:
+        return UNKNOWN

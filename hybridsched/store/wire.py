@@ -70,26 +70,37 @@ class Wire:
 
         Raises:
             redis.exceptions.ConnectionError: there is no connection.
+            redis.exceptions.DataError: an argument cannot be sent; nothing was.
         """
-        if self._transport is None:
-            raise redis.ConnectionError("the connection was lost before the command was sent")
+        return self.post_all([args])[0]
+
+    def post_all(self, commands: Sequence[tuple[Arg, ...]]) -> list[asyncio.Future[Any]]:
+        """`post` for several: all of them are sent, or none.
+
+        Raises:
+            redis.exceptions.RedisError: as `post`.
+        """
+        # Packed before anything is queued: a future without its command would take the next one's answer.
+        packed = [pack(args) for args in commands]
+        self._must_stand()
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((future, loop.time() + SOCKET_TIMEOUT_S))
-        self._write(args)
+        due = loop.time() + SOCKET_TIMEOUT_S
+        futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in packed]
+        self._waiting.extend((future, due) for future in futures)
+        self._write(packed)
         if self._watch is None:
-            self._watch = loop.call_later(SOCKET_TIMEOUT_S, self._look, loop)
-        return future
+            self._watch = loop.call_at(due, self._look, loop)
+        return futures
 
     def send(self, args: tuple[Arg, ...]) -> None:
         """Send a command whose answer goes to the listener.
 
         Raises:
-            redis.exceptions.ConnectionError: there is no connection.
+            redis.exceptions.RedisError: as `post`.
         """
-        if self._transport is None:
-            raise redis.ConnectionError("the connection was lost before the command was sent")
-        self._write(args)
+        packed = pack(args)
+        self._must_stand()
+        self._write([packed])
 
     async def connect(self) -> None:
         """Connect, if it is not connected.
@@ -128,8 +139,12 @@ class Wire:
             await connection.disconnect(nowait=True)
             await self._pool.release(connection)
 
-    def _write(self, args: tuple[Arg, ...]) -> None:
-        self._out.append(_pack(args))
+    def _must_stand(self) -> None:
+        if self._transport is None:
+            raise redis.ConnectionError("the connection was lost before the command was sent")
+
+    def _write(self, packed: list[bytes]) -> None:
+        self._out += packed
         if not self._flushing:
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -155,6 +170,10 @@ class Wire:
         if self._listener is not None:
             self._listener(message)
             return
+        if not self._waiting:
+            # Nobody asked: from here on no answer could be told from another's.
+            self.abort(redis.exceptions.InvalidResponse("the server sent an answer to no command"))
+            return
         future, _ = self._waiting.popleft()
         if future.done():
             return
@@ -163,8 +182,11 @@ class Wire:
         else:
             future.set_result(message)
 
+    def _stands(self, link: _Link) -> bool:
+        return self._transport is not None and self._transport.get_protocol() is link
+
     def _lost(self, link: _Link, error: Exception | None) -> None:
-        if self._transport is not None and self._transport.get_protocol() is link:
+        if self._stands(link):
             self._transport = None
             self._fail(redis.ConnectionError(f"the connection was lost: {error or 'closed by the server'}"))
 
@@ -181,6 +203,21 @@ class Wire:
             self._listener(None)
 
 
+def pack(args: tuple[Arg, ...]) -> bytes:
+    """A command as it goes over the connection.
+
+    Raises:
+        redis.exceptions.DataError: an argument is no text, bytes or number, or text with lone surrogates.
+    """
+    try:
+        return _pack(args)
+    except (TypeError, ValueError) as error:
+        raise redis.DataError(
+            f"a {args[0]!r} command cannot be sent: each argument must be bytes, a number, or text without "
+            f"lone surrogates ({error})"
+        ) from error
+
+
 class _Link(asyncio.Protocol):
     """Takes the place of redis-py's stream protocol, and passes on to it what closing needs."""
 
@@ -194,7 +231,7 @@ class _Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
         try:
-            while (message := self._reader.gets()) is not _NOTHING:
+            while self._wire._stands(self) and (message := self._reader.gets()) is not _NOTHING:
                 self._wire._heard(message)
         except redis.exceptions.InvalidResponse as error:
             self._wire.abort(error)

@@ -4,10 +4,12 @@
 -- ARGV[1] claim or end    ARGV[2] batch id
 --   claim: ARGV[3] lease in ms
 --   end:   ARGV[3] fence  ARGV[4] status  ARGV[5] lines done  ARGV[6] lines failed  ARGV[7] seconds to keep it
+--          ARGV[8] lines of the failed that had not run
 --
 -- claim returns a fence, or 0: the batch has ended, work on it is left or still leased, or another has the duty.
 -- end returns 1, or 0 when the fence is not the newest.
 --@include clock
+--@include chunk
 local batch = redis.call('HMGET', KEYS[1], 'status', 'stop', 'at_end', 'outstanding', 'final_lease_ms', 'final_fence')
 local status = batch[1]
 if not status or status == 'completed' or status == 'failed' or status == 'expired' or status == 'cancelled' then
@@ -25,8 +27,8 @@ if ARGV[1] == 'claim' then
     redis.call('HSET', KEYS[1], 'status', 'finalizing')
   else
     for _, text in ipairs(redis.call('HVALS', KEYS[2])) do
-      local chunk = cjson.decode(text)
-      if chunk.state == 'leased' and chunk.lease_ms > now then
+      local chunk = chunk_of(text)
+      if chunk and chunk.state == 'leased' and chunk.lease_ms > now then
         return 0
       end
     end
@@ -39,7 +41,7 @@ end
 if batch[6] ~= ARGV[3] then
   return 0
 end
-redis.call('HSET', KEYS[1], 'status', ARGV[4], 'done', ARGV[5], 'failed', ARGV[6],
+redis.call('HSET', KEYS[1], 'status', ARGV[4], 'done', ARGV[5], 'failed', ARGV[6], 'cut', ARGV[8],
   'finished_ms', string.format('%d', now))
 redis.call('EXPIRE', KEYS[1], ARGV[7])
 redis.call('DEL', KEYS[2])

@@ -5,8 +5,14 @@
 -- ARGV[1] batch id     ARGV[2] deadline in ms from now, '' for none
 -- ARGV[3..] field, value, field, value, ...
 --
+-- Nothing is written when a key is of another type: the error names it.
 -- Returns 1, or 0 when the batch is known and has not ended (nothing is changed). An ended one begins anew.
 --@include clock
+--@include typed
+local wrong = wrong_type(KEYS[1], 'hash') or wrong_type(KEYS[2], 'zset') or wrong_type(KEYS[3], 'zset')
+if wrong then
+  return wrong
+end
 local status = redis.call('HGET', KEYS[1], 'status')
 if status and status ~= 'completed' and status ~= 'failed' and status ~= 'expired' and status ~= 'cancelled' then
   return 0

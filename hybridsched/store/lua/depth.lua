@@ -11,7 +11,7 @@ local reply, oldest = {string.format('%.3f', now), '-1'}, -1
 for class = 1, 3 do
   local waiting = unclaimed(KEYS[class])
   reply[#reply + 1] = waiting
-  reply[#reply + 1] = redis.call('XLEN', KEYS[class]) - waiting
+  reply[#reply + 1] = (length_of(KEYS[class]) or 0) - waiting
   local first = waiting > 0 and (head(KEYS[class]) or redis.call('XRANGE', KEYS[class], '-', '+', 'COUNT', 1)[1])
   if first then
     oldest = math.max(oldest, now - (tonumber(field(first[2], 'accepted_ms') or '') or now))

@@ -7,13 +7,15 @@
 -- ARGV[2]        channel for changes
 -- ARGV[3]        lease in ms
 -- ARGV[2i+2]     epoch that an opening was decided on; '' closes, and a close is never refused
--- ARGV[2i+3]     JSON of the gate without its last fields "epoch" and "at_ms" and without the closing brace
+-- ARGV[2i+3]     JSON of the gate without its last fields "epoch", "at_ms" and "since_ms" and the closing brace
 --
 -- Returns one integer for each lane: 1 changed and announced, 2 renewed as it stood,
 -- 0 refused because the epoch has moved, -1 refused because the caller does not lead.
--- A renewal keeps the stored text, so "at_ms" stays the time of the last change. The fast path's own close
--- (reason online_arrived) is renewed as it stands when the caller agrees: its time tells later decisions which
--- records are older than that arrival.
+-- An epoch that is no number is written anew when the leader closes the lane: as the server's milliseconds, which
+-- is above every earlier count, so that no opening decided before can pass.
+-- A renewal keeps the stored text, so "at_ms" stays the time of the last change; "since_ms" is that of the state.
+-- The fast path's own close (reason online_arrived) is renewed as it stands when the caller agrees: its time
+-- tells later decisions which records are older than that arrival.
 local lanes = (#KEYS - 1) / 2
 local token = ARGV[1]
 local leads = token ~= '' and redis.call('GET', KEYS[1]) == token
@@ -25,14 +27,23 @@ for i = 1, lanes do
   local gate, epoch_key = KEYS[2 * i], KEYS[2 * i + 1]
   local expected, body = ARGV[2 * i + 2], ARGV[2 * i + 3]
   local opening = expected ~= ''
-  local epoch = redis.call('GET', epoch_key) or '0'
+  local epoch = redis.pcall('GET', epoch_key) or '0'
+  if type(epoch) ~= 'string' or not string.match(epoch, '^%d+$') or #epoch > 18 or string.match(epoch, '^0.') then
+    epoch = string.format('%.0f', math.floor(at_ms))
+    if leads and not opening then
+      redis.call('SET', epoch_key, epoch)
+    end
+  end
   if not leads and (token ~= '' or opening) then
     answer[i] = -1
   elseif opening and epoch ~= expected then
     answer[i] = 0
   else
     local stable = body .. ',"epoch":' .. epoch .. ',"at_ms":'
-    local old = redis.call('GET', gate)
+    local old = redis.pcall('GET', gate)
+    if type(old) ~= 'string' then
+      old = nil
+    end
     local same = old and string.sub(old, 1, #stable) == stable
     if old and not same and not opening and string.find(body, arrived, 1, true) then
       same = string.find(old, arrived, 1, true)
@@ -41,7 +52,11 @@ for i = 1, lanes do
       redis.call('PEXPIRE', gate, ARGV[3])
       answer[i] = 2
     else
-      local text = stable .. at_ms .. '}'
+      local state, since = '"state":"' .. (opening and 'open' or 'closed') .. '"', at_ms
+      if old and string.find(old, state, 1, true) then
+        since = string.match(old, '"since_ms":(%d+%.?%d*)') or at_ms
+      end
+      local text = stable .. at_ms .. ',"since_ms":' .. since .. '}'
       redis.call('SET', gate, text, 'PX', ARGV[3])
       redis.call('PUBLISH', ARGV[2], text)
       answer[i] = 1

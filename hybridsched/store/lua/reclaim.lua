@@ -1,42 +1,49 @@
 -- Take a request from a worker that has not renewed it for a lease, and run it again or answer it.
 --
--- In this order: cancelled -> answered cancelled; past its deadline -> expired; its client has seen tokens, or it
--- was tried too often -> failed (engine_lost); else it goes to the end of its queue as its next attempt.
+-- An entry that accept.lua would not write is answered failed and dropped. Else, in this order: cancelled ->
+-- answered cancelled; past its deadline -> expired; its client has seen tokens, or it was tried too often -> failed
+-- (engine_lost); else it goes to the end of its queue as its next attempt.
 --
--- KEYS 1 its hash   2 its stream   3 the reply stream that its entry names   4 replicas hash of its model
+-- KEYS 1 its hash   2 its stream   3 the first reply stream   4 replicas hash of its model   5 and more: its other
+--   reply streams
 -- ARGV 1 prefix   2 the owner as stale.lua listed it   3 entry id   4 lease, ms   5 most attempts
 --      6 how long a result is kept, ms   7 life of the reply stream after this, ms   8 its MAXLEN
 -- Returns requeued | cancelled | expired | failed | lost (no longer so: renewed, ended or reclaimed by
---   another) | the name of the reply stream to use instead, with "=" before it.
+--   another) | the reply streams to use instead, apart by spaces, with "=" before them.
 --@include clock
 --@include entries
 --@include replicas
 --@include answer
+--@include unreadable
 --@include requeue
 
-local keys = {req = KEYS[1], stream = KEYS[2], reply = KEYS[3]}
+local keys = {req = KEYS[1], stream = KEYS[2], replies = {KEYS[3]}}
+for i = 5, #KEYS do
+  keys.replies[i - 3] = KEYS[i]
+end
 local entry, limits = ARGV[3], {keep_ms = ARGV[6], reply_ttl_ms = ARGV[7], maxlen = ARGV[8]}
 if not held_by(keys.stream, entry, ARGV[2], tonumber(ARGV[4])) then
   return 'lost'
 end
-local elsewhere = moved(keys.req, keys.reply)
+local found = redis.call('XRANGE', keys.stream, entry, entry)[1]
+if not found then
+  redis.call('XACK', keys.stream, GROUP, entry)
+  return 'lost'
+end
+local flat = found[2]
+local why = unreadable(fields_of(flat))
+if why then
+  drop_unreadable(keys, entry, flat, why, limits)
+  return 'failed'
+end
+local elsewhere = moved(keys.req, keys.replies)
 if elsewhere then
   return '=' .. elsewhere
 end
-local flat = redis.call('XRANGE', keys.stream, entry, entry)[1][2]
 local id, attempt = field(flat, 'id'), tonumber(field(flat, 'attempt'))
 local now = clock_ms()
-local marks = redis.call('HMGET', keys.req, 'cancel', 'emitted')
-local word, result
-if marks[1] then
-  word, result = 'cancelled', cancelled_result()
-elseif tonumber(field(flat, 'deadline_ms')) <= now then
-  word, result = 'expired', expired_result()
-elseif marks[2] then
-  word = 'failed'
-  result = failure('failed', 'engine_lost',
-    'the worker died after it had sent part of the answer; send the request again under a new id', 502)
-elseif attempt >= tonumber(ARGV[5]) then
+local word, result = ended(keys, flat, now, 'died')
+if not word and attempt >= tonumber(ARGV[5]) then
   word = 'failed'
   result = failure('failed', 'engine_lost',
     'the request was given to ' .. attempt .. ' workers and each of them died or lost its lease', 502)

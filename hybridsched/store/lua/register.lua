@@ -11,7 +11,9 @@ for class = 1, 3 do
   make_group(KEYS[class])
 end
 local now = clock_ms()
-local record = redis.call('HGET', KEYS[4], ARGV[1])
-local woken = record and string.match(record, '(%S+)$') == '1' and 1 or 0
-write_replica(KEYS[4], ARGV[1], now + tonumber(ARGV[5]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), woken)
+local record = redis.pcall('HGET', KEYS[4], ARGV[1])
+local _, _, _, _, said, rest = string.match(type(record) == 'string' and record or '', FIELDS)
+local place = rest and place_of(rest, now)
+write_replica(KEYS[4], ARGV[1], now + tonumber(ARGV[5]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]),
+  said == '1' and 1 or 0, place and place.text)
 return string.format('%.3f', now)

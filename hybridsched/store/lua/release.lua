@@ -2,41 +2,39 @@
 -- anything). The caller says whether the attempt counts. A cancelled or expired one is answered instead; one
 -- whose client has seen tokens cannot be given back and fails.
 --
--- KEYS 1 its hash   2 its stream   3 the reply stream that its entry names   4 replicas hash of its model
+-- KEYS 1 its hash   2 its stream   3 the first reply stream   4 replicas hash of its model   5 and more: its other
+--   reply streams
 -- ARGV 1 prefix   2 consumer   3 entry id   4 replica that gives it back (it is not the one woken)
 --      5 how long a result is kept, ms   6 life of the reply stream after this, ms   7 its MAXLEN
 --      8 1: the attempt counts, 0: it does not
--- Returns released | cancelled | expired | failed | lost (not the caller's any more) | "=" and the reply
---   stream to use instead.
+-- Returns released | cancelled | expired | failed | lost (not the caller's any more) | "=" and the
+--   reply streams to use instead, apart by spaces.
 --@include clock
 --@include entries
 --@include replicas
 --@include answer
 --@include requeue
 
-local keys = {req = KEYS[1], stream = KEYS[2], reply = KEYS[3]}
+local keys = {req = KEYS[1], stream = KEYS[2], replies = {KEYS[3]}}
+for i = 5, #KEYS do
+  keys.replies[i - 3] = KEYS[i]
+end
 local entry, limits = ARGV[3], {keep_ms = ARGV[5], reply_ttl_ms = ARGV[6], maxlen = ARGV[7]}
 if not held_by(keys.stream, entry, ARGV[2], 0) then
   return 'lost'
 end
-local elsewhere = moved(keys.req, keys.reply)
+local elsewhere = moved(keys.req, keys.replies)
 if elsewhere then
   return '=' .. elsewhere
 end
-local flat = redis.call('XRANGE', keys.stream, entry, entry)[1][2]
+local found = redis.call('XRANGE', keys.stream, entry, entry)[1]
+if not found then
+  return 'lost'
+end
+local flat = found[2]
 local id, attempt = field(flat, 'id'), tonumber(field(flat, 'attempt'))
 local now = clock_ms()
-local marks = redis.call('HMGET', keys.req, 'cancel', 'emitted')
-local word, result
-if marks[1] then
-  word, result = 'cancelled', cancelled_result()
-elseif tonumber(field(flat, 'deadline_ms')) <= now then
-  word, result = 'expired', expired_result()
-elseif marks[2] then
-  word = 'failed'
-  result = failure('failed', 'engine_lost',
-    'the worker stopped after it had sent part of the answer; send the request again under a new id', 502)
-end
+local word, result = ended(keys, flat, now, 'stopped')
 if word then
   answer(keys, entry, id, attempt, result, limits)
   return word

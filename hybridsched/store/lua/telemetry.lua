@@ -9,6 +9,11 @@
 -- ARGV[5]  channel to nudge the policy worker on; '' for no nudge
 --
 -- Returns the stamp as a string of ms.
+--@include typed
+local wrong = wrong_type(KEYS[2], 'zset')
+if wrong then
+  return wrong
+end
 local now = redis.call('TIME')
 local at = tonumber(now[1]) * 1000 + tonumber(now[2]) / 1000
 local at_ms = string.format('%.3f', at)

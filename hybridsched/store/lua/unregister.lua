@@ -7,7 +7,7 @@
 --@include entries
 --@include replicas
 
-redis.call('HDEL', KEYS[4], ARGV[2])
+redis.pcall('HDEL', KEYS[4], ARGV[2])  -- of another type: it holds no record
 local holds, left = 0, 0
 for class = 1, 3 do
   local stream = KEYS[class]

@@ -28,10 +28,22 @@ local function make_group(stream)
   redis.pcall('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
 end
 
+-- How many entries the stream has; nil: the key is of another type, so nothing can be accepted there or claimed.
+local function length_of(stream)
+  local length = redis.pcall('XLEN', stream)
+  if type(length) == 'number' then
+    return length
+  end
+  if not string.find(length.err, '^WRONGTYPE') then
+    error(length)
+  end
+  return nil
+end
+
 -- How many entries of the stream nobody has claimed. Claimed ones stay in the stream until they end.
 local function unclaimed(stream)
-  local length = redis.call('XLEN', stream)
-  if length == 0 then
+  local length = length_of(stream)
+  if not length or length == 0 then
     return 0
   end
   local pending = redis.pcall('XPENDING', stream, GROUP)
