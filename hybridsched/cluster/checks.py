@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Collection
+from datetime import datetime
 
 from hybridsched.cluster.values import ClusterError, JobSpec
 
@@ -26,6 +29,15 @@ def job_id(job: int) -> str:
     if isinstance(job, bool) or job <= 0:
         raise _invalid(f"job {job!r} was given; a positive number is needed")
     return str(job)
+
+
+def job_address(job: int, task: int | None) -> str:
+    """`123`, or `123_4` for task 4 of array 123."""
+    if task is None:
+        return job_id(job)
+    if isinstance(task, bool) or task < 0:
+        raise _invalid(f"task {task!r} of job {job} was given; a number from 0 on is needed")
+    return f"{job_id(job)}_{task}"
 
 
 def signal_name(name: str) -> str:
@@ -61,6 +73,24 @@ def reason(text: str) -> str:
     return one_line("the reason", text.strip())
 
 
+def reservation(name: str, nodes: Collection[str], start_ms: float, minutes: int) -> list[str]:
+    """The fields of a reservation as scontrol takes them."""
+    gres_word(name)
+    if not nodes or minutes < 1:
+        raise _invalid(
+            f"reservation {name!r} of {len(nodes)} nodes for {minutes} min; give one of each or more"
+        )
+    start = datetime.fromtimestamp(math.ceil(start_ms / 1000.0)).strftime("%Y-%m-%dT%H:%M:%S")
+    listed = ",".join(one_node(node) for node in nodes)
+    return [f"starttime={start}", f"duration={minutes}", f"nodes={listed}"]
+
+
+def new_reservation(user: str) -> list[str]:
+    """What one that is made has besides: jobs of its user need not name it (MAGNETIC) and may start before it
+    (FLEX), so that replicas that die meanwhile are replaced."""
+    return [f"users={user}", "flags=IGNORE_JOBS,MAGNETIC,FLEX"]
+
+
 def spec(value: JobSpec) -> JobSpec:
     """A job description that makes sense."""
     if (value.script is None) == (value.script_path is None):
@@ -78,7 +108,7 @@ def spec(value: JobSpec) -> JobSpec:
     for gres in value.gres:
         gres_word(gres.name)
         gres_count(gres.count)
-    for name in value.nodes:
+    for name in (*value.nodes, *value.excluded):
         one_node(name)
     for key, text in value.environment.items():
         if not re.match(r"[A-Za-z_][A-Za-z0-9_]*$", key) or "\0" in text:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import secrets
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import msgspec
 
 from hybridsched.cluster import checks, parse_json, parse_text
 from hybridsched.cluster.parse_words import single_host, with_count
+from hybridsched.cluster.rows import Rows
 from hybridsched.cluster.run import Answer, base_environment, refusal, run
 from hybridsched.cluster.values import (
     ClusterError,
@@ -31,6 +34,9 @@ from hybridsched.log import get_logger
 
 _ALREADY_DONE = 2021 & 0xFF
 """Exit status of scancel when the job ended under it (ESLURM_ALREADY_DONE of slurm_errno.h, low byte)."""
+
+JSON_AGAIN_S = 60.0
+"""After an answer in JSON that could not be read."""
 
 _JSON_NODES = (23, 2)
 """First version whose `scontrol` has --json."""
@@ -62,7 +68,9 @@ class CommandCluster:
         self._gres_locks: dict[str, asyncio.Lock] = {}
         self._hosts: dict[str, tuple[str, ...]] = {}
         self._version: tuple[int, int] | None = None
-        self._no_json: set[str] = set()
+        self._no_json: dict[str, float] = {}
+        """Commands whose JSON could not be read, and when (`time.monotonic`) it is tried again."""
+        self._rows = Rows()
         self._log = get_logger("cluster")
 
     # -- reading ----------------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ class CommandCluster:
             if (not partitions or not set(partitions).isdisjoint(job.partition.split(",")))
             and (not ids or job.id in ids)
         ]
-        return tuple([msgspec.structs.replace(job, nodes=await self.expand(nodes)) for job, nodes in wanted])
+        return tuple([await self.with_nodes(job, nodes) for job, nodes in wanted])
 
     async def nodes(self, names: Collection[str] = ()) -> tuple[Node, ...]:
         picked = [checks.one_node(n) for n in names]
@@ -102,7 +110,7 @@ class CommandCluster:
             said = await self._ask(["scontrol", "-a", "-o", "-d", "show", "node", *which])
             if said.status and not (picked and "not found" in said.text + said.err):
                 raise refusal("show the nodes", said.complaint)
-            found = parse_text.parse_nodes(said.text)
+            found = parse_text.parse_nodes(said.text, self._rows)
         return tuple(n for n in found if not picked or n.name in picked)
 
     async def partitions(self) -> tuple[Partition, ...]:
@@ -110,7 +118,7 @@ class CommandCluster:
         return tuple(
             [
                 msgspec.structs.replace(p, nodes=await self.expand(nodes))
-                for p, nodes in parse_text.parse_partitions(said.text)
+                for p, nodes in parse_text.parse_partitions(said.text, self._rows)
             ]
         )
 
@@ -119,7 +127,7 @@ class CommandCluster:
         return tuple(
             [
                 msgspec.structs.replace(r, nodes=await self.expand(nodes))
-                for r, nodes in parse_text.parse_reservations(said.text)
+                for r, nodes in parse_text.parse_reservations(said.text, self._rows)
             ]
         )
 
@@ -144,17 +152,19 @@ class CommandCluster:
             )
         return int(number)
 
-    async def signal(self, job: int, name: str, *, steps: bool = False) -> None:
+    async def signal(self, job: int, name: str, *, steps: bool = False, task: int | None = None) -> None:
         # Without the state filter scancel tries for minutes to signal a job that waits (seen on 22.05).
         which = "--full" if steps else "--batch"
+        address = checks.job_address(job, task)
         said = await self._ask(
-            ["scancel", "--state=RUNNING", f"--signal={checks.signal_name(name)}", which, checks.job_id(job)]
+            ["scancel", "--state=RUNNING", f"--signal={checks.signal_name(name)}", which, address]
         )
         if said.status not in (0, _ALREADY_DONE) or "invalid job id" in said.err.lower():
-            raise refusal(f"send {name} to job {job}", said.complaint)
+            raise refusal(f"send {name} to job {address}", said.complaint)
 
-    async def requeue(self, job: int) -> None:
-        await self._do(f"requeue job {job}", "scontrol", "requeue", checks.job_id(job))
+    async def requeue(self, job: int, *, task: int | None = None) -> None:
+        address = checks.job_address(job, task)
+        await self._do(f"requeue job {address}", "scontrol", "requeue", address)
 
     async def cancel(self, job: int) -> None:
         said = await self._ask(["scancel", checks.job_id(job)])
@@ -163,8 +173,8 @@ class CommandCluster:
         if said.status not in (0, _ALREADY_DONE) and not gone:
             raise refusal(f"cancel job {job}", said.complaint)
 
-    async def update_job(self, job: int, change: JobChange) -> None:
-        number = checks.job_id(job)
+    async def update_job(self, job: int, change: JobChange, *, task: int | None = None) -> None:
+        number = checks.job_address(job, task)
         fields = []
         if change.comment is not None:
             fields.append("Comment=" + checks.one_line("the comment", change.comment))
@@ -174,11 +184,13 @@ class CommandCluster:
             fields.append(f"Requeue={int(change.requeue)}")
         if change.start_now:
             fields.append("StartTime=now")
+        if change.excluded is not None:
+            fields.append("ExcNodeList=" + ",".join(map(checks.one_node, change.excluded)))
         if fields:
-            await self._do(f"change job {job}", "scontrol", "update", f"jobid={number}", *fields)
+            await self._do(f"change job {number}", "scontrol", "update", f"jobid={number}", *fields)
         if change.held is not None:
             word = "hold" if change.held else "release"
-            await self._do(f"{word} job {job}", "scontrol", word, number)
+            await self._do(f"{word} job {number}", "scontrol", word, number)
 
     # -- acting on nodes --------------------------------------------------------------------------------
 
@@ -186,6 +198,11 @@ class CommandCluster:
         which = f"nodename={checks.one_node(node)}"
         words = f"reason={checks.reason(reason)}"
         await self._do(f"drain node {node}", "scontrol", "update", which, "state=drain", words)
+
+    async def down(self, node: str, reason: str) -> None:
+        which = f"nodename={checks.one_node(node)}"
+        words = f"reason={checks.reason(reason)}"
+        await self._do(f"take node {node} out of service", "scontrol", "update", which, "state=down", words)
 
     async def resume(self, node: str) -> None:
         try:
@@ -222,6 +239,25 @@ class CommandCluster:
                 retryable=True,
             )
 
+    async def reserve(self, name: str, nodes: Collection[str], start_ms: float, minutes: int) -> None:
+        fields = checks.reservation(name, nodes, start_ms, minutes)
+        known = {r.name for r in await self.reservations()}
+        if name in known:
+            await self._do(f"move reservation {name}", "scontrol", "update", f"reservation={name}", *fields)
+        else:
+            new = checks.new_reservation(pwd.getpwuid(os.geteuid()).pw_name)
+            await self._do(
+                f"make reservation {name}", "scontrol", "create", f"reservation={name}", *fields, *new
+            )
+
+    async def unreserve(self, name: str) -> None:
+        checks.gres_word(name)
+        if name in {r.name for r in await self.reservations()}:
+            await self._do(f"remove reservation {name}", "scontrol", "delete", f"reservation={name}")
+
+    async def reconfigure(self) -> None:
+        await self._do("read its configuration again", "scontrol", "reconfigure")
+
     async def close(self) -> None:
         """Nothing is held between calls."""
 
@@ -240,15 +276,18 @@ class CommandCluster:
             said = await self._ask(["squeue", "--all", "--states=all", "--json"])
             if said.status == 0:
                 try:
-                    return parse_json.parse_jobs(said.out)
+                    found = parse_json.parse_jobs(said.out, self._rows)
                 except ClusterError as error:
                     self._give_up_json("squeue", str(error))
+                else:
+                    self._no_json.pop("squeue", None)
+                    return found
             else:
                 self._judge_json("squeue", said)
         mark = secrets.token_hex(12)
         form = parse_text.squeue_format(mark)
         said = await self._read("show the jobs", "squeue", "--all", "--states=all", "--noheader", "-o", form)
-        return parse_text.parse_jobs(said.text, mark)
+        return parse_text.parse_jobs(said.text, mark, self._rows)
 
     async def _nodes_json(self, picked: list[str]) -> tuple[Node, ...] | None:
         """None: JSON is not to be had, read the text."""
@@ -260,7 +299,7 @@ class CommandCluster:
             self._judge_json("scontrol", said)
             return None
         try:
-            return parse_json.parse_nodes(said.out)
+            return parse_json.parse_nodes(said.out, self._rows)
         except ClusterError as error:
             self._give_up_json("scontrol", str(error))
             return None
@@ -269,7 +308,9 @@ class CommandCluster:
         if self._version is None:
             said = await self._ask(["scontrol", "--version"])
             self._version = parse_text.parse_version(said.text)
-        return command not in self._no_json and (command != "scontrol" or self._version >= _JSON_NODES)
+        if command == "scontrol" and self._version < _JSON_NODES:
+            return False
+        return time.monotonic() >= self._no_json.get(command, 0.0)
 
     def _judge_json(self, command: str, said: Answer) -> None:
         """A failure of --json: of the option itself, or of Slurm as a whole, which is raised."""
@@ -279,12 +320,21 @@ class CommandCluster:
         self._give_up_json(command, said.complaint)
 
     def _give_up_json(self, command: str, why: str) -> None:
-        self._no_json.add(command)
-        self._log.warning(
-            f"{command} gives no JSON that can be read; its text is read from now on",
+        """For a while: what one job's owner wrote somewhere must not cost the JSON for ever."""
+        said = self._log.debug if command in self._no_json else self._log.warning
+        self._no_json[command] = time.monotonic() + JSON_AGAIN_S
+        said(
+            f"{command} gives no JSON that can be read; its text is read for {JSON_AGAIN_S:g} s",
             event_key="cluster.no_json",
             why=why,
         )
+
+    async def with_nodes(self, job: Job, nodes: str) -> Job:
+        """The job with its node lists expanded."""
+        excluded = await self.expand(",".join(job.excluded))
+        required = await self.expand(",".join(job.required))
+        there = await self.expand(nodes)
+        return msgspec.structs.replace(job, nodes=there, excluded=excluded, required=required)
 
     async def expand(self, nodes: str) -> tuple[str, ...]:
         """The names in a node list, by `scontrol show hostnames`, which asks no daemon."""
@@ -306,9 +356,7 @@ class CommandCluster:
         return said
 
     async def _do(self, asked: str, *argv: str) -> None:
-        said = await self._ask(argv)
-        if said.status:
-            raise refusal(asked, said.complaint)
+        await self._read(asked, *argv)
 
     async def _ask(
         self,
@@ -366,6 +414,7 @@ def sbatch_arguments(spec: JobSpec) -> list[str]:
         ("partition", spec.partition),
         ("gres", ",".join(g.spec() for g in spec.gres) or None),
         ("nodelist", ",".join(spec.nodes) or None),
+        ("exclude", ",".join(spec.excluded) or None),
         ("time", spec.time_limit_min),
         ("cpus-per-task", spec.cpus_per_task),
         ("mem", None if spec.memory_mb is None else f"{spec.memory_mb}M"),

@@ -2,8 +2,10 @@
 
 `FakeSlurm` is the cluster as plain data (it goes through JSON), `FakeCluster` the protocol over it. Behaviour
 follows what was seen on Slurm 22.05: an entry with count 0 leaves a node's list, a lowered count leaves
-running jobs alone, `reconfigure` puts configured counts back, an unknown GRES is ignored without a word, a
-requeued job waits before it may start again. It has no arrays, no backfill, no preemption.
+running jobs alone, a registration (`reconfigure` brings one) puts configured counts back and takes a node out
+of service that has jobs on a consumed GRES whose count is another one, an unknown GRES is ignored without a
+word, a requeued job waits before it may start again. No array can be submitted (its tasks may be put in as
+jobs: the array's bare id then means all of them, as it does for Slurm), no backfill, no preemption.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from collections.abc import Collection
 import msgspec
 
 from hybridsched.cluster import checks
+from hybridsched.cluster.fake_values import FakeJob as FakeJob
+from hybridsched.cluster.fake_values import FakeNode as FakeNode
+from hybridsched.cluster.fake_values import default_nodes, default_partitions
 from hybridsched.cluster.run import refusal
 from hybridsched.cluster.values import (
     ClusterError,
@@ -28,51 +33,11 @@ from hybridsched.cluster.values import (
 )
 
 
-class FakeNode(msgspec.Struct, kw_only=True):
-    name: str
-    configured: tuple[Gres, ...]
-    """What slurm.conf says; `reconfigure` comes back to it."""
-    live: tuple[Gres, ...]
-    states: tuple[str, ...] = ("IDLE",)
-    reason: str = ""
-
-
-class FakeJob(msgspec.Struct, kw_only=True):
-    value: Job
-    spec: JobSpec
-    eligible_ms: float = 0.0
-    """Not started before this, as after a requeue."""
-
-
-def _default_nodes() -> dict[str, FakeNode]:
-    gres = (Gres(name="gpu", type="a100", count=4), Gres(name="hsfill", count=4))
-    nodes = {f"n{i}": FakeNode(name=f"n{i}", configured=gres, live=gres) for i in range(1, 5)}
-    nodes["hspark"] = FakeNode(
-        name="hspark", configured=gres, live=gres, states=("DOWN",), reason="hybridsched parked node"
-    )
-    return nodes
-
-
-def _default_partitions() -> tuple[Partition, ...]:
-    real = ("n1", "n2", "n3", "n4")
-    return (
-        Partition(name="online", nodes=real, priority_tier=100, preempt_mode="OFF", grace_s=0),
-        Partition(
-            name="offline",
-            nodes=(*real, "hspark"),
-            priority_tier=1,
-            preempt_mode="REQUEUE",
-            grace_s=120,
-            default=True,
-        ),
-    )
-
-
 class FakeSlurm(msgspec.Struct, kw_only=True):
     """Four nodes with four GPUs and a parked one, partitions online and offline, unless told otherwise."""
 
-    nodes: dict[str, FakeNode] = msgspec.field(default_factory=_default_nodes)
-    partitions: tuple[Partition, ...] = msgspec.field(default_factory=_default_partitions)
+    nodes: dict[str, FakeNode] = msgspec.field(default_factory=default_nodes)
+    partitions: tuple[Partition, ...] = msgspec.field(default_factory=default_partitions)
     reservations: tuple[Reservation, ...] = ()
     jobs: dict[int, FakeJob] = msgspec.field(default_factory=dict)
     config: dict[str, str] = msgspec.field(
@@ -105,10 +70,24 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
         self.schedule()
 
     def reconfigure(self) -> None:
-        """`scontrol reconfigure`: every live GRES count is the configured one again."""
-        for node in self.nodes.values():
-            node.live = node.configured
+        """`scontrol reconfigure`: every node registers."""
+        for name in self.nodes:
+            self.register(name)
         self.schedule()
+
+    def register(self, name: str) -> None:
+        """A node reports what it is configured with, as it does now and then by itself."""
+        node = self.nodes[name]
+        used = self.used(name)
+        changed = [
+            g.name
+            for g in node.configured
+            if total(node.live, g.name, g.type) != g.count and total(used, g.name, g.type)
+        ]
+        node.live = node.configured
+        if changed:
+            node.states = (*(s for s in node.states if s not in ("DRAIN", "INVAL")), "DRAIN", "INVAL")
+            node.reason = f"gres/{changed[0]} count changed and jobs are using them"
 
     def schedule(self) -> None:
         """Start what can start: partitions by tier, then priority, then age."""
@@ -120,19 +99,32 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
                 continue
             places = job.spec.nodes or self._first_free(job)
             if places and all(self._fits(job, name) for name in places):
-                self._set(job.value.id, state="RUNNING", nodes=places, start_ms=self.now_ms, reason="")
+                self._set(
+                    job.value.id,
+                    state="RUNNING",
+                    nodes=places,
+                    start_ms=self.now_ms,
+                    begin_ms=None,
+                    reason="",
+                )
             else:
-                self._set(job.value.id, reason="Resources")
+                self._set(job.value.id, begin_ms=None, reason="Resources")
 
     def used(self, node: str) -> tuple[Gres, ...]:
-        """What running jobs hold on a node."""
+        """What running jobs hold on a node. Nobody holds what is not consumed."""
+        free = self.nodes[node].not_consumed
         asked = [
             g for j in self.jobs.values() if j.value.running and node in j.value.nodes for g in j.value.gres
         ]
         live = self.nodes[node].configured
         return tuple(
             msgspec.structs.replace(
-                g, count=sum(a.count for a in asked if a.name == g.name and a.type in (None, g.type))
+                g,
+                count=sum(
+                    a.count
+                    for a in asked
+                    if a.name == g.name and a.name not in free and a.type in (None, g.type)
+                ),
             )
             for g in live
         )
@@ -149,6 +141,8 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
                 gres_used=self.used(n.name),
                 reason=n.reason,
                 partitions=tuple(p.name for p in self.partitions if n.name in p.nodes),
+                booted_ms=n.booted_ms,
+                started_ms=n.started_ms,
             )
             for n in self.nodes.values()
         )
@@ -162,7 +156,10 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
         partition = next((p for p in self.partitions if p.name == name), None)
         if partition is None:
             raise refusal(f"take job {spec.name!r}", f"invalid partition specified: {name}")
-        possible = [n for n in (spec.nodes or partition.nodes) if n in self.nodes]
+        named = (*spec.nodes, *spec.excluded)
+        if any(n not in self.nodes for n in named):
+            raise refusal(f"take job {spec.name!r}", "Invalid node name specified")
+        possible = [n for n in (spec.nodes or partition.nodes) if n in self.nodes and n not in spec.excluded]
         if not any(self._holds(self.nodes[n].live, spec.gres) for n in possible):
             raise refusal(f"take job {spec.name!r}", "Requested node configuration is not available")
         number = self.next_id
@@ -175,6 +172,8 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
             state="PENDING",
             reason="JobHeldUser" if spec.hold else "None",
             gres=spec.gres,
+            required=spec.nodes,
+            excluded=spec.excluded,
             comment=spec.comment or "",
             restarts=0,
             priority=0 if spec.hold else 1000,
@@ -185,25 +184,32 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
         self.schedule()
         return number
 
-    def signal(self, job: int, name: str, steps: bool) -> None:
+    def signal(self, job: int, name: str, steps: bool, task: int | None = None) -> None:
         name = checks.signal_name(name)
-        value = self._known(job).value
-        if value.ended:
-            raise refusal(f"send {name} to job {job}", "Invalid job id specified")
-        if value.running:
-            self.signals.append((job, name, steps))
+        for found in self._meant(job, task):
+            if found.value.ended:
+                raise refusal(f"send {name} to job {job}", "Invalid job id specified")
+            if found.value.running:
+                self.signals.append((found.value.id, name, steps))
 
-    def requeue(self, job: int) -> None:
-        found = self._known(job)
-        if found.value.pending:
-            raise refusal(f"requeue job {job}", f"Job is pending execution for job {job}")
-        if found.spec.requeue is False:
-            raise refusal(f"requeue job {job}", "Requested operation is presently disabled")
-        found.eligible_ms = self.now_ms + self.requeue_wait_ms
-        restarts = (found.value.restarts or 0) + 1
-        self._set(
-            job, state="PENDING", reason="BeginTime", nodes=(), start_ms=None, end_ms=None, restarts=restarts
-        )
+    def requeue(self, job: int, task: int | None = None) -> None:
+        for found in self._meant(job, task):
+            if found.value.pending:
+                raise refusal(f"requeue job {job}", f"Job is pending execution for job {job}")
+            if found.spec.requeue is False:
+                raise refusal(f"requeue job {job}", "Requested operation is presently disabled")
+            found.eligible_ms = self.now_ms + self.requeue_wait_ms
+            self._set(
+                found.value.id,
+                state="PENDING",
+                reason="BeginTime",
+                nodes=(),
+                submit_ms=self.now_ms,
+                begin_ms=found.eligible_ms,
+                start_ms=None,
+                end_ms=None,
+                restarts=(found.value.restarts or 0) + 1,
+            )
         self.schedule()
 
     def cancel(self, job: int) -> None:
@@ -211,21 +217,28 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
         if job in self.jobs and not self.jobs[job].value.ended:
             self.finish(job, "CANCELLED")
 
-    def update(self, job: int, change: JobChange) -> None:
-        found = self._known(job)
-        if found.value.ended:
-            raise refusal(f"change job {job}", "Job/step already completing or completed")
-        if change.comment is not None:
-            self._set(job, comment=checks.one_line("the comment", change.comment))
-        if change.time_limit_min is not None:
-            self._set(job, time_limit_ms=change.time_limit_min * 60_000.0)
-        if change.requeue is not None:
-            found.spec = msgspec.structs.replace(found.spec, requeue=change.requeue)
-        if change.start_now:
-            found.eligible_ms = self.now_ms
-        if change.held is not None:
-            reason = "JobHeldAdmin" if change.held else ""
-            self._set(job, priority=0 if change.held else 1000, reason=reason)
+    def update(self, job: int, change: JobChange, task: int | None = None) -> None:
+        excluded = None if change.excluded is None else tuple(map(checks.one_node, change.excluded))
+        for found in self._meant(job, task):
+            number = found.value.id
+            if found.value.ended:
+                raise refusal(f"change job {job}", "Job/step already completing or completed")
+            if excluded is not None:
+                if not found.value.pending:
+                    raise refusal(f"change job {job}", "Job is no longer pending execution")
+                self._set(number, excluded=excluded)
+            if change.comment is not None:
+                self._set(number, comment=checks.one_line("the comment", change.comment))
+            if change.time_limit_min is not None:
+                self._set(number, time_limit_ms=change.time_limit_min * 60_000.0)
+            if change.requeue is not None:
+                found.spec = msgspec.structs.replace(found.spec, requeue=change.requeue)
+            if change.start_now:
+                found.eligible_ms = self.now_ms
+                self._set(number, begin_ms=None)
+            if change.held is not None:
+                reason = "JobHeldAdmin" if change.held else ""
+                self._set(number, priority=0 if change.held else 1000, reason=reason)
         self.schedule()
 
     def drain(self, node: str, reason: str) -> None:
@@ -233,6 +246,21 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
         found = self._node(node)
         found.states = (*(s for s in found.states if s != "DRAIN"), "DRAIN")
         found.reason = words
+
+    def take_down(self, node: str, reason: str) -> None:
+        words = checks.reason(reason)
+        found = self._node(node)
+        found.states = ("DOWN", *(s for s in found.states[1:] if s != "DOWN"))
+        found.reason = words
+        for job in [j.value.id for j in self.jobs.values() if j.value.running and node in j.value.nodes]:
+            self.finish(job, "NODE_FAIL")
+
+    def reserve(self, name: str, nodes: Collection[str], start_ms: float, minutes: int) -> None:
+        checks.reservation(name, nodes, start_ms, minutes)
+        made = Reservation(
+            name=name, nodes=tuple(nodes), start_ms=start_ms, end_ms=start_ms + minutes * 60_000.0
+        )
+        self.reservations = (*(r for r in self.reservations if r.name != name), made)
 
     def resume(self, node: str) -> None:
         found = self._node(node)
@@ -258,6 +286,18 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
 
     # -- parts ------------------------------------------------------------------------------------------
 
+    def _meant(self, job: int, task: int | None) -> list[FakeJob]:
+        """The job, the task of an array, or every task of one that its bare id means."""
+        checks.job_address(job, task)
+        if task is None and not any(j.value.array_job == job for j in self.jobs.values()):
+            return [self._known(job)]
+        found = [
+            j for j in self.jobs.values() if j.value.array_job == job and task in (None, j.value.array_task)
+        ]
+        if not found:
+            raise refusal(f"find job {job}_{task}", "Invalid job id specified")
+        return found
+
     def _set(self, job: int, **changes: object) -> None:
         found = self.jobs[job]
         found.value = msgspec.structs.replace(found.value, **changes)
@@ -279,6 +319,8 @@ class FakeSlurm(msgspec.Struct, kw_only=True):
 
     def _fits(self, job: FakeJob, node: str) -> bool:
         found = self.nodes[node]
+        if node in job.value.excluded:
+            return False
         if not Node(name=node, states=found.states).usable:
             return False
         used = self.used(node)
@@ -322,21 +364,21 @@ class FakeCluster:
         await self._reach("submit", spec.name)
         return self.slurm.submit(spec)
 
-    async def signal(self, job: int, name: str, *, steps: bool = False) -> None:
+    async def signal(self, job: int, name: str, *, steps: bool = False, task: int | None = None) -> None:
         await self._reach("signal", job, name, steps)
-        self.slurm.signal(job, name, steps)
+        self.slurm.signal(job, name, steps, task)
 
-    async def requeue(self, job: int) -> None:
+    async def requeue(self, job: int, *, task: int | None = None) -> None:
         await self._reach("requeue", job)
-        self.slurm.requeue(job)
+        self.slurm.requeue(job, task)
 
     async def cancel(self, job: int) -> None:
         await self._reach("cancel", job)
         self.slurm.cancel(job)
 
-    async def update_job(self, job: int, change: JobChange) -> None:
+    async def update_job(self, job: int, change: JobChange, *, task: int | None = None) -> None:
         await self._reach("update_job", job, change)
-        self.slurm.update(job, change)
+        self.slurm.update(job, change, task)
 
     async def nodes(self, names: Collection[str] = ()) -> tuple[Node, ...]:
         picked = [checks.one_node(n) for n in names]
@@ -350,6 +392,22 @@ class FakeCluster:
     async def resume(self, node: str) -> None:
         await self._reach("resume", node)
         self.slurm.resume(node)
+
+    async def down(self, node: str, reason: str) -> None:
+        await self._reach("down", node, reason)
+        self.slurm.take_down(node, reason)
+
+    async def reserve(self, name: str, nodes: Collection[str], start_ms: float, minutes: int) -> None:
+        await self._reach("reserve", name)
+        self.slurm.reserve(name, nodes, start_ms, minutes)
+
+    async def unreserve(self, name: str) -> None:
+        await self._reach("unreserve", name)
+        self.slurm.reservations = tuple(r for r in self.slurm.reservations if r.name != name)
+
+    async def reconfigure(self) -> None:
+        await self._reach("reconfigure")
+        self.slurm.reconfigure()
 
     async def set_gres_count(self, node: str, name: str, count: int) -> None:
         await self._reach("set_gres_count", node, name, count)

@@ -5,39 +5,43 @@ is needed (PreemptMode, whether a reservation is active).
 
 22.05: states are strings, numbers are plain, null where there is none. 23.02 and later: states are lists,
 numbers are `{"set", "infinite", "number"}`, and lists may stand in an envelope. A field that is absent is
-None; one whose shape was never seen raises `ClusterError("unreadable")`: a guess could start or end a job.
+None; one whose shape was never seen spoils its row, for a guess could start or end a job. An answer without a
+single row that can be read raises `ClusterError("unreadable")`: it is of a shape that is not known here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from hybridsched.cluster.parse_words import job_state, node_states, nothing, parse_gres, unreadable
+from hybridsched.cluster.rows import Rows
 from hybridsched.cluster.values import ENDED, Job, Node
+
+T = TypeVar("T")
 
 _INFINITE = 0xFFFFFFFF
 _NO_VALUE = 0xFFFFFFFE
 """INFINITE and NO_VAL of slurm.h (32 bit), which some versions print as they are."""
 
 
-def decode(raw: bytes, *envelopes: str) -> list[dict[str, Any]]:
+def decode(raw: bytes, *envelopes: str) -> list[Any]:
     """The list of records under the first of `envelopes` that is there."""
     try:
-        answer = msgspec.json.decode(raw)
+        # Names and comments are users' own bytes, and Slurm prints them as they are.
+        answer = msgspec.json.decode(raw.decode("utf-8", "replace"))
     except msgspec.DecodeError as error:
         raise unreadable(f"it is no JSON ({error})", raw[:200]) from error
     if not isinstance(answer, dict):
         raise unreadable("a JSON object is expected", raw[:200])
     for name in envelopes:
         found = answer.get(name)
+        if isinstance(found, dict):
+            found = found.get(name)
         if isinstance(found, list):
-            if not all(isinstance(r, dict) for r in found):
-                raise unreadable(f"{name!r} holds something that is no object", raw[:200])
             return found
-        if isinstance(found, dict) and isinstance(found.get(name), list):
-            return found[name]  # type: ignore[no-any-return]
     raise unreadable(f"none of {', '.join(map(repr, envelopes))} is in it", raw[:200])
 
 
@@ -83,12 +87,25 @@ def raw_text(value: Any) -> str:
     return value
 
 
-def parse_jobs(raw: bytes) -> list[tuple[Job, str]]:
-    """`squeue --json`: each job with its node list, not expanded."""
-    return [_job(r) for r in decode(raw, "jobs")]
+def parse_jobs(raw: bytes, rows: Rows | None = None) -> list[tuple[Job, str]]:
+    """`squeue --json`: each job with its node list, not expanded; nor is what it excludes or requires."""
+    made = rows or Rows()
+    return _each("a job", decode(raw, "jobs"), lambda r: _job(r, made), made)
 
 
-def _job(r: dict[str, Any]) -> tuple[Job, str]:
+def _each(what: str, records: list[Any], one: Callable[[dict[str, Any]], T], rows: Rows) -> list[T]:
+    def read(record: Any) -> T:
+        if not isinstance(record, dict):
+            raise unreadable("a JSON object is expected", record)
+        return one(record)
+
+    found = rows.read(what, records, read)
+    if records and not found:
+        raise unreadable(f"nothing that is {what} in a shape known here", records[0])
+    return found
+
+
+def _job(r: dict[str, Any], rows: Rows) -> tuple[Job, str]:
     job = number(r.get("job_id"))
     if job is None:
         raise unreadable("a job without job_id", r)
@@ -106,11 +123,14 @@ def _job(r: dict[str, Any]) -> tuple[Job, str]:
         state=state,
         flags=flags,
         reason=reason,
-        gres=parse_gres(text(r.get("tres_per_node"))),
+        gres=rows.gres(text(r.get("tres_per_node")), f"job {job}"),
+        excluded=tuple(filter(None, [text(r.get("excluded_nodes"))])),
+        required=tuple(filter(None, [text(r.get("required_nodes"))])),
         comment=_comment(r.get("comment")),
         restarts=number(r.get("restart_cnt")),
         priority=number(r.get("priority")),
         submit_ms=_ms(r.get("submit_time")),
+        begin_ms=_ms(r.get("start_time")) if state == "PENDING" and reason == "BeginTime" else None,
         start_ms=None if state == "PENDING" else _ms(r.get("start_time")),
         end_ms=_ms(r.get("end_time")) if state in ENDED else None,
         time_limit_ms=None if limit is None else limit * 60_000.0,
@@ -121,9 +141,12 @@ def _job(r: dict[str, Any]) -> tuple[Job, str]:
     return value, text(r.get("nodes"))
 
 
-def parse_nodes(raw: bytes) -> tuple[Node, ...]:
-    """`scontrol show nodes --json`, and `sinfo --json` of 22.05."""
-    return tuple(_node(r) for r in decode(raw, "nodes"))
+def parse_nodes(raw: bytes, rows: Rows | None = None) -> tuple[Node, ...]:
+    """`scontrol show nodes --json`, and `sinfo --json` of 22.05.
+
+    A node of whose GRES one entry cannot be read is passed over whole: they are repeated when a count is set.
+    """
+    return tuple(_each("a node", decode(raw, "nodes"), _node, rows or Rows()))
 
 
 def _node(r: dict[str, Any]) -> Node:
@@ -142,6 +165,8 @@ def _node(r: dict[str, Any]) -> Node:
         gres_used=parse_gres(text(r.get("gres_used"))),
         reason=text(r.get("reason")),
         partitions=tuple(words(partitions)),
+        booted_ms=_ms(r.get("boot_time")),
+        started_ms=_ms(r.get("slurmd_start_time")),
     )
 
 

@@ -21,7 +21,9 @@ from hybridsched.cluster.parse_words import (
     nothing,
     parse_gres,
     unreadable,
+    whole,
 )
+from hybridsched.cluster.rows import Rows
 from hybridsched.cluster.values import ENDED, Job, Node, Partition, Reservation
 
 
@@ -56,7 +58,7 @@ RESERVATION_KEYS = _keys(
     """
 )
 
-_SQUEUE = "%A|%F|%K|%P|%u|%T|%N|%b|%S|%l|%V|%e|%Q|%r|"
+_SQUEUE = "%A|%F|%K|%P|%u|%T|%N|%b|%S|%l|%V|%e|%Q|%r|%x|%n|"
 
 
 def squeue_format(mark: str) -> str:
@@ -68,7 +70,7 @@ def records(text: str, keys: tuple[str, ...]) -> list[dict[str, str]]:
     """The records of `scontrol -o show …`, one a line; the first of `keys` begins each."""
     cut = re.compile(r"(?:^|\s)(" + "|".join(map(re.escape, keys)) + r")=")
     out = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # Slurm ends lines so; what else divides them is somebody's own words
         if not line.startswith(f"{keys[0]}="):
             continue  # "No reservations in the system" and the like
         found: dict[str, str] = {}
@@ -85,84 +87,102 @@ def records(text: str, keys: tuple[str, ...]) -> list[dict[str, str]]:
     return out
 
 
-def parse_nodes(text: str) -> tuple[Node, ...]:
-    """`scontrol -o -d show node` (without -d there is no `GresUsed`)."""
-    return tuple(
-        Node(
-            name=r["NodeName"],
-            host=nothing(r.get("NodeHostName")) or r["NodeName"],
-            states=node_states(_needed(r, "State")),
-            gres=parse_gres(r.get("Gres")),
-            gres_used=parse_gres(r.get("GresUsed")),
-            reason=_reason(r.get("Reason", "")),
-            partitions=tuple(filter(None, nothing(r.get("Partitions")).split(","))),
-        )
-        for r in records(text, NODE_KEYS)
+def parse_nodes(text: str, rows: Rows | None = None) -> tuple[Node, ...]:
+    """`scontrol -o -d show node` (without -d there is no `GresUsed`).
+
+    A node of whose GRES one entry cannot be read is passed over whole: they are repeated when a count is set.
+    Where none can be read, the answer cannot: `ClusterError("unreadable")`.
+    """
+    shown = records(text, NODE_KEYS)
+    found = (rows or Rows()).read("a node", shown, _node)
+    if shown and not found:
+        raise unreadable("no record of a node can be read", shown[0])
+    return tuple(found)
+
+
+def _node(r: dict[str, str]) -> Node:
+    return Node(
+        name=r["NodeName"],
+        host=nothing(r.get("NodeHostName")) or r["NodeName"],
+        states=node_states(_needed(r, "State")),
+        gres=parse_gres(r.get("Gres")),
+        gres_used=parse_gres(r.get("GresUsed")),
+        reason=_reason(r.get("Reason", "")),
+        partitions=tuple(filter(None, nothing(r.get("Partitions")).split(","))),
+        booted_ms=epoch_ms(r.get("BootTime", "")),
+        started_ms=epoch_ms(r.get("SlurmdStartTime", "")),
     )
 
 
-def parse_partitions(text: str) -> list[tuple[Partition, str]]:
+def parse_partitions(text: str, rows: Rows | None = None) -> list[tuple[Partition, str]]:
     """`scontrol -o show partition`: each with its node list, not expanded."""
-    return [
-        (
-            Partition(
-                name=r["PartitionName"],
-                up=_needed(r, "State").upper() == "UP",
-                priority_tier=_number(r.get("PriorityTier")),
-                preempt_mode=nothing(r.get("PreemptMode")).upper(),
-                grace_s=_number(r.get("GraceTime")),
-                default=r.get("Default", "NO").upper() == "YES",
-                max_time_ms=minutes_ms(r.get("MaxTime", "")),
-            ),
-            nothing(r.get("Nodes")),
-        )
-        for r in records(text, PARTITION_KEYS)
-    ]
+    return (rows or Rows()).read("a partition", records(text, PARTITION_KEYS), _partition)
 
 
-def parse_reservations(text: str) -> list[tuple[Reservation, str]]:
+def _partition(r: dict[str, str]) -> tuple[Partition, str]:
+    found = Partition(
+        name=r["PartitionName"],
+        up=_needed(r, "State").upper() == "UP",
+        priority_tier=whole(r.get("PriorityTier")),
+        preempt_mode=nothing(r.get("PreemptMode")).upper(),
+        grace_s=whole(r.get("GraceTime")),
+        default=r.get("Default", "NO").upper() == "YES",
+        max_time_ms=minutes_ms(r.get("MaxTime", "")),
+    )
+    return found, nothing(r.get("Nodes"))
+
+
+def parse_reservations(text: str, rows: Rows | None = None) -> list[tuple[Reservation, str]]:
     """`scontrol -o show reservation`: each with its node list, not expanded."""
-    return [
-        (
-            Reservation(
-                name=r["ReservationName"],
-                start_ms=epoch_ms(r.get("StartTime", "")),
-                end_ms=epoch_ms(r.get("EndTime", "")),
-                flags=tuple(filter(None, nothing(r.get("Flags")).split(","))),
-                users=tuple(filter(None, nothing(r.get("Users")).split(","))),
-                active=_needed(r, "State").upper() == "ACTIVE",
-            ),
-            nothing(r.get("Nodes")),
-        )
-        for r in records(text, RESERVATION_KEYS)
-    ]
+    return (rows or Rows()).read("a reservation", records(text, RESERVATION_KEYS), _reservation)
 
 
-def parse_jobs(text: str, mark: str) -> list[tuple[Job, str]]:
-    """`squeue --noheader --states=all -o squeue_format(mark)`: each with its node list, not expanded.
+def _reservation(r: dict[str, str]) -> tuple[Reservation, str]:
+    found = Reservation(
+        name=r["ReservationName"],
+        start_ms=epoch_ms(r.get("StartTime", "")),
+        end_ms=epoch_ms(r.get("EndTime", "")),
+        flags=tuple(filter(None, nothing(r.get("Flags")).split(","))),
+        users=tuple(filter(None, nothing(r.get("Users")).split(","))),
+        active=_needed(r, "State").upper() == "ACTIVE",
+    )
+    return found, nothing(r.get("Nodes"))
 
-    The number of restarts is not among squeue's short fields: it stays unknown.
+
+def parse_jobs(text: str, mark: str, rows: Rows | None = None) -> list[tuple[Job, str]]:
+    """`squeue --noheader --states=all -o squeue_format(mark)`: each with its node list, not expanded,
+    nor is what it excludes or requires.
+
+    The number of restarts is not among squeue's short fields: it stays unknown. Raises
+    `ClusterError("unreadable")` for an answer that does not follow the format.
     """
-    return [_job(record) for record in _marked(text, mark)]
+    made = rows or Rows()
+    marked = _marked(text, mark)
+    whole_rows = made.read("a job", marked, _fields)
+    if marked and not whole_rows:
+        raise unreadable("no record of squeue has the fields that were asked for", marked[0])
+    return made.read("a job", whole_rows, lambda fields: _job(fields, made))
 
 
-def _marked(text: str, mark: str) -> list[list[str]]:
-    """Records of 14 fields, comment and name."""
+def _marked(text: str, mark: str) -> list[tuple[str, str, str]]:
+    """Records: fields of Slurm's own, comment and name."""
     pieces = text.split(mark)
     if len(pieces) % 4 != 1 or any(p.strip() for p in pieces[::4]):
         raise unreadable("squeue printed something beside the jobs", text[:200])
-    found = []
-    for i in range(1, len(pieces), 4):
-        fields = pieces[i].split("|")
-        if len(fields) != 16 or not fields[1].isdigit():
-            raise unreadable("a record of squeue", pieces[i])
-        found.append([*fields[1:15], pieces[i + 1], pieces[i + 2]])
-    return found
+    return [(pieces[i], pieces[i + 1], pieces[i + 2]) for i in range(1, len(pieces), 4)]
 
 
-def _job(fields: list[str]) -> tuple[Job, str]:
+def _fields(record: tuple[str, str, str]) -> list[str]:
+    """16 fields, comment and name."""
+    fields = record[0].split("|")
+    if len(fields) != 18 or whole(fields[1]) is None:
+        raise unreadable("a record of squeue", record[0])
+    return [*fields[1:17], *record[1:]]
+
+
+def _job(fields: list[str], rows: Rows) -> tuple[Job, str]:
     number, array, task, partition, user, word, nodes, gres, start, limit, submit, end = fields[:12]
-    priority, reason, comment, name = fields[12:]
+    priority, reason, excluded, required, comment, name = fields[12:]
     state, flags = job_state([word])
     is_array = task not in ("N/A", "")
     value = Job(
@@ -173,16 +193,19 @@ def _job(fields: list[str]) -> tuple[Job, str]:
         state=state,
         flags=flags,
         reason=nothing(reason),
-        gres=parse_gres(gres),
+        gres=rows.gres(gres, f"job {number}"),
+        excluded=tuple(filter(None, [nothing(excluded)])),
+        required=tuple(filter(None, [nothing(required)])),
         comment=nothing(comment),
-        priority=_number(priority),
+        priority=whole(priority),
         submit_ms=epoch_ms(submit),
+        begin_ms=epoch_ms(start) if state == "PENDING" and reason == "BeginTime" else None,
         start_ms=None if state == "PENDING" else epoch_ms(start),
         end_ms=epoch_ms(end) if state in ENDED else None,
         time_limit_ms=minutes_ms(limit),
-        array_job=int(array) if is_array and array.isdigit() else None,
-        array_task=int(task) if task.isdigit() else None,
-        array_waiting=task if is_array and not task.isdigit() else "",
+        array_job=whole(array) if is_array else None,
+        array_task=whole(task),
+        array_waiting=task if is_array and whole(task) is None else "",
     )
     return value, nothing(nodes)
 
@@ -221,8 +244,3 @@ def _needed(record: dict[str, str], key: str) -> str:
     if key not in record:
         raise unreadable(f"a record without {key}", record)
     return record[key]
-
-
-def _number(text: str | None) -> int | None:
-    word = nothing(text)
-    return int(word) if word.isdigit() else None

@@ -10,7 +10,9 @@ NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "Unknown", "(no
 """What Slurm writes where there is nothing."""
 
 _SUFFIX = {"K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "P": 1024**5}
-_COUNT = re.compile(r"(\d+)([KMGTP]?)$")
+_COUNT = re.compile(r"([+-]?[0-9]{1,18})([KMGTP]?)")
+"""Slurm takes a sign in a job's request and keeps it as it was written."""
+
 _MARKS = {
     "*": "NOT_RESPONDING",
     "~": "POWERED_DOWN",
@@ -65,9 +67,23 @@ def parse_gres(text: str | None) -> tuple[Gres, ...]:
     `hsfill(CNT:1)`, `bandwidth:no_consume:4G`. Entries of trackable resources that are no GRES
     (`cpu=4,gres/gpu=1`) are passed over. Raises `ClusterError("unreadable")` for anything else.
     """
-    return tuple(
-        g for item in split_outside(nothing(text), ",") if nothing(item) and (g := _one_gres(item.strip()))
-    )
+    found, bad = read_gres(text)
+    if bad:
+        raise unreadable("a GRES is written name[:type][:count]", bad[0])
+    return found
+
+
+def read_gres(text: str | None) -> tuple[tuple[Gres, ...], tuple[str, ...]]:
+    """The entries of a GRES list, as `parse_gres`, and those that cannot be read. Never raises."""
+    found: list[Gres] = []
+    bad: list[str] = []
+    for item in split_outside(nothing(text), ","):
+        try:
+            if nothing(item) and (one := _one_gres(item.strip())):
+                found.append(one)
+        except ClusterError:
+            bad.append(item)
+    return tuple(found), tuple(bad)
 
 
 def _one_gres(item: str) -> Gres | None:
@@ -76,6 +92,8 @@ def _one_gres(item: str) -> Gres | None:
             return None
         item = item.replace("=", ":", 1)
     item = item.removeprefix("gres:").removeprefix("gres/")
+    if not nothing(item):  # `gres:`, which Slurm leaves of a job whose GRES its owner has set to none
+        return None
     index, count = None, None
     note = re.search(r"\((IDX|CNT|S):([^)]*)\)$", item)
     if note:
@@ -88,21 +106,25 @@ def _one_gres(item: str) -> Gres | None:
     if len(parts) > 1 and (last := _count(parts[-1])) is not None:
         count = last
         parts.pop()
-    if not parts[0] or len(parts) > 2:
+    if not parts or not parts[0] or len(parts) > 2:
         raise unreadable("a GRES is written name[:type][:count]", item)
     kind = nothing(parts[1]) if len(parts) == 2 else ""
     return Gres(name=parts[0], type=kind or None, count=1 if count is None else count, index=index)
 
 
 def _count(text: str) -> int | None:
-    found = _COUNT.match(text)
-    return int(found[1]) * _SUFFIX.get(found[2], 1) if found else None
+    found = _COUNT.fullmatch(text)
+    return max(0, int(found[1])) * _SUFFIX.get(found[2], 1) if found else None
 
 
 def with_count(gres: tuple[Gres, ...], name: str, count: int) -> str:
-    """The list for `gres=` that has `name` at `count` and repeats every other entry unchanged."""
+    """The list for `gres=` that has `name` at `count`, not consumed, and repeats every other entry unchanged.
+
+    Slurm never shows `no_consume`. It keeps the word for an entry that is repeated without it (seen on 22.05;
+    its parser only ever sets it), so a site's own GRES of that kind stay what they are.
+    """
     kept = [g.spec() for g in gres if g.name != name]
-    return ",".join([*kept, f"{name}:{count}"])
+    return ",".join([*kept, f"{name}:no_consume:{count}"])
 
 
 def node_states(text: str) -> tuple[str, ...]:
@@ -151,8 +173,14 @@ def minutes_ms(text: str) -> float | None:
 
 def epoch_ms(text: str) -> float | None:
     """A time printed under `SLURM_TIME_FORMAT=%s`; None for Slurm's words for no time."""
+    seconds = whole(text)
+    return seconds * 1000.0 if seconds else None
+
+
+def whole(text: str | None) -> int | None:
+    """A plain whole number; None for anything else. (`isdigit` is also true of `²`, which is no number.)"""
     word = nothing(text)
-    return int(word) * 1000.0 if word.isdigit() and int(word) > 0 else None
+    return int(word) if re.fullmatch("[0-9]{1,18}", word) else None
 
 
 def single_host(nodes: str) -> bool:

@@ -33,22 +33,28 @@ class Cluster(Protocol):
         """Submit a batch job; its id."""
         ...
 
-    async def signal(self, job: int, name: str, *, steps: bool = False) -> None:
+    async def signal(self, job: int, name: str, *, steps: bool = False, task: int | None = None) -> None:
         """Send signal `name` (`USR2`) to a running job's batch shell; with `steps` to its steps as well.
 
+        With `task`, `job` is an array's id and that task is meant; without, an array's id means all of it.
         Nothing happens to a job that waits. `not_found` for one that has ended or never was.
         """
         ...
 
-    async def requeue(self, job: int) -> None:
-        """End a running job and put it back in the queue. `refused` for a job that is pending."""
+    async def requeue(self, job: int, *, task: int | None = None) -> None:
+        """End a running job, or one task of an array, and put it back in the queue.
+
+        `refused` for a job that is pending.
+        """
         ...
 
     async def cancel(self, job: int) -> None:
         """End a job for good. A job that has ended, even one that Slurm has forgotten, is no error."""
         ...
 
-    async def update_job(self, job: int, change: JobChange) -> None: ...
+    async def update_job(self, job: int, change: JobChange, *, task: int | None = None) -> None:
+        """Change a job, or one task of an array."""
+        ...
 
     async def nodes(self, names: Collection[str] = ()) -> tuple[Node, ...]:
         """All nodes, or those with `names`; a name that Slurm does not know is not in the answer."""
@@ -62,9 +68,18 @@ class Cluster(Protocol):
         """Undo `drain`. No error where the node takes jobs already."""
         ...
 
-    async def set_gres_count(self, node: str, name: str, count: int) -> None:
-        """Set the live count of a GRES that has no device files; the node's other GRES stay as they are.
+    async def down(self, node: str, reason: str) -> None:
+        """Take a node record out of service whose slurmd has ended. Jobs on it would be killed.
 
+        A drain stays: after `down` a node that registers again still takes no job before `resume`.
+        """
+        ...
+
+    async def set_gres_count(self, node: str, name: str, count: int) -> None:
+        """Set the live count of a GRES that has no device files and is not consumed; the others stay.
+
+        Only a GRES that slurm.conf calls `no_consume` may be steered: slurmctld takes a node out of service
+        (INVAL) when it registers with another count than last time while jobs hold some of it.
         Returns when Slurm shows the count. `no_effect` when it took the order and did not follow it (it does
         not know a GRES of that name on the node).
         """
@@ -73,6 +88,21 @@ class Cluster(Protocol):
     async def partitions(self) -> tuple[Partition, ...]: ...
 
     async def reservations(self) -> tuple[Reservation, ...]: ...
+
+    async def reserve(self, name: str, nodes: Collection[str], start_ms: float, minutes: int) -> None:
+        """Keep jobs of others off nodes from a moment on: none starts whose time limit reaches into it.
+
+        Jobs that run are left alone. One of that name that is there already is moved.
+        """
+        ...
+
+    async def unreserve(self, name: str) -> None:
+        """Remove a reservation; one that is not there is no error."""
+        ...
+
+    async def reconfigure(self) -> None:
+        """Have every daemon read its configuration again."""
+        ...
 
     async def close(self) -> None:
         """Release what the adapter itself holds."""

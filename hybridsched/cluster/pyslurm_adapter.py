@@ -69,7 +69,7 @@ class PyslurmCluster:
         found = await self._call(list[tuple[Job, str]], "jobs")
         return tuple(
             [
-                msgspec.structs.replace(job, nodes=await self._commands.expand(nodes))
+                await self._commands.with_nodes(job, nodes)
                 for job, nodes in found
                 if (not partitions or not set(partitions).isdisjoint(job.partition.split(",")))
                 and (not ids or job.id in ids)
@@ -81,11 +81,17 @@ class PyslurmCluster:
         environment = sbatch_environment(spec, self._environment)
         return await self._call(int, "submit", spec=spec, environment=environment)
 
-    async def signal(self, job: int, name: str, *, steps: bool = False) -> None:
+    async def signal(self, job: int, name: str, *, steps: bool = False, task: int | None = None) -> None:
+        if task is not None:  # pyslurm knows jobs by their number only
+            await self._commands.signal(job, name, steps=steps, task=task)
+            return
         checks.job_id(job)
         await self._call(None, "signal", job, checks.signal_name(name), steps)
 
-    async def requeue(self, job: int) -> None:
+    async def requeue(self, job: int, *, task: int | None = None) -> None:
+        if task is not None:
+            await self._commands.requeue(job, task=task)
+            return
         checks.job_id(job)
         await self._call(None, "requeue", job)
 
@@ -93,7 +99,11 @@ class PyslurmCluster:
         checks.job_id(job)
         await self._call(None, "cancel", job)
 
-    async def update_job(self, job: int, change: JobChange) -> None:
+    async def update_job(self, job: int, change: JobChange, *, task: int | None = None) -> None:
+        # pyslurm takes an empty list for no change, so nothing could be excluded any more.
+        if task is not None or change.excluded is not None:
+            await self._commands.update_job(job, change, task=task)
+            return
         checks.job_id(job)
         if change.comment is not None:
             checks.one_line("the comment", change.comment)
@@ -134,6 +144,18 @@ class PyslurmCluster:
 
     async def config(self, keys: Collection[str]) -> dict[str, str]:
         return await self._commands.config(keys)
+
+    async def down(self, node: str, reason: str) -> None:
+        await self._commands.down(node, reason)
+
+    async def reserve(self, name: str, nodes: Collection[str], start_ms: float, minutes: int) -> None:
+        await self._commands.reserve(name, nodes, start_ms, minutes)
+
+    async def unreserve(self, name: str) -> None:
+        await self._commands.unreserve(name)
+
+    async def reconfigure(self) -> None:
+        await self._commands.reconfigure()
 
     async def set_gres_count(self, node: str, name: str, count: int) -> None:
         # Node(configured_gres=).modify() returns without an error and changes nothing (25.11.2).
@@ -179,14 +201,21 @@ class PyslurmCluster:
         return cast("T", converted)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        self._child = await asyncio.create_subprocess_exec(
-            *[self._python, "-m", "hybridsched.cluster.pyslurm_host", self._module],
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=self._environment,
-            limit=_BIGGEST_ANSWER,
-            preexec_fn=die_with_parent(),
-        )
+        try:
+            self._child = await asyncio.create_subprocess_exec(
+                *[self._python, "-m", "hybridsched.cluster.pyslurm_host", self._module],
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=self._environment,
+                limit=_BIGGEST_ANSWER,
+                preexec_fn=die_with_parent(),
+            )
+        except OSError as error:
+            raise ClusterError(
+                f"the process for pyslurm could not be started, so nothing was asked of Slurm: {error}",
+                code="unreachable",
+                retryable=True,
+            ) from error
         hello = await self._exchange(self._child, b"")
         if hello.failure is not None:
             raise hello.failure.error()

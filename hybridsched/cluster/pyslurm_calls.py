@@ -19,6 +19,7 @@ from typing import Any
 
 from hybridsched.cluster import checks
 from hybridsched.cluster.parse_words import job_state, node_states, nothing, parse_gres, unreadable
+from hybridsched.cluster.rows import UNREADABLE, Rows
 from hybridsched.cluster.run import refusal
 from hybridsched.cluster.values import ENDED, Gres, Job, JobChange, JobSpec, Node, Partition, Reservation
 
@@ -28,22 +29,23 @@ class Calls:
 
     def __init__(self, module: Any) -> None:
         self._slurm = module
+        self._rows = Rows()
 
     def ping(self) -> None:
         if not self._slurm.slurmctld.ping_primary().is_responding:
             raise refusal("answer a ping", "Unable to contact slurm controller")
 
     def jobs(self) -> list[tuple[Job, str]]:
-        return [_job(j) for j in self._slurm.Jobs.load().values()]
+        return self._rows.read("a job", self._slurm.Jobs.load().values(), lambda j: _job(j, self._rows))
 
     def nodes(self) -> list[Node]:
-        return [_node(n) for n in self._slurm.Nodes.load().values()]
+        return self._rows.read("a node", self._slurm.Nodes.load().values(), _node)
 
     def partitions(self) -> list[tuple[Partition, str]]:
-        return [_partition(p) for p in self._slurm.Partitions.load().values()]
+        return self._rows.read("a partition", self._slurm.Partitions.load().values(), _partition)
 
     def reservations(self) -> list[tuple[Reservation, str]]:
-        return [_reservation(r) for r in self._slurm.Reservations.load().values()]
+        return self._rows.read("a reservation", self._slurm.Reservations.load().values(), _reservation)
 
     def submit(self, spec: JobSpec, environment: dict[str, str]) -> int:
         fields: dict[str, Any] = {
@@ -53,6 +55,7 @@ class Calls:
             "partitions": spec.partition,
             "gres_per_node": {f"{g.name}:{g.type}" if g.type else g.name: g.count for g in spec.gres} or None,
             "required_nodes": list(spec.nodes) or None,
+            "excluded_nodes": list(spec.excluded) or None,
             "time_limit": _span(spec.time_limit_min),
             "cpus_per_task": spec.cpus_per_task,
             "memory_per_node": None if spec.memory_mb is None else f"{spec.memory_mb}M",
@@ -74,7 +77,7 @@ class Calls:
         return int(description.submit())
 
     def signal(self, job: int, name: str, steps: bool) -> None:
-        found, _ = _job(self._slurm.Job.load(job))
+        found, _ = _job(self._slurm.Job.load(job), self._rows)
         if found.ended:
             raise refusal(f"send {name} to job {job}", "Invalid job id specified")
         if found.running:
@@ -129,7 +132,7 @@ class Calls:
         }
 
 
-def _job(j: Any) -> tuple[Job, str]:
+def _job(j: Any, rows: Rows) -> tuple[Job, str]:
     state, flags = job_state(str(j.state).split("+"))
     array = _number(j.array_id)
     waiting = _text(j.array_tasks_waiting)
@@ -145,11 +148,14 @@ def _job(j: Any) -> tuple[Job, str]:
         state=state,
         flags=flags,
         reason=_text(j.state_reason),
-        gres=_gres(j.gres_per_node),
+        gres=_wished(j, rows),
+        excluded=tuple(filter(None, [_text(j.excluded_nodes)])),
+        required=tuple(filter(None, [_text(j.required_nodes)])),
         comment=str(j.comment or ""),
         restarts=_number(j.requeue_count),
         priority=_number(j.priority),
         submit_ms=_ms(j.submit_time),
+        begin_ms=_ms(j.start_time) if state == "PENDING" and _text(j.state_reason) == "BeginTime" else None,
         start_ms=None if state == "PENDING" else _ms(j.start_time),
         end_ms=_ms(j.end_time) if state in ENDED else None,
         time_limit_ms=None if limit is None else limit * 60_000.0,
@@ -168,6 +174,8 @@ def _node(n: Any) -> Node:
         gres=_gres(n.configured_gres),
         reason=_text(n.reason),
         partitions=tuple(n.partitions or ()),
+        booted_ms=_ms(getattr(n, "boot_time", None)),
+        started_ms=_ms(getattr(n, "slurmd_start_time", None)),
     )
 
 
@@ -204,6 +212,16 @@ def _reservation(r: Any) -> tuple[Reservation, str]:
     return value, _text(r.nodes)
 
 
+def _wished(j: Any, rows: Rows) -> tuple[Gres, ...]:
+    """A job's GRES, of which its owner may have written anything. What cannot be read counts as none."""
+    try:
+        value = j.gres_per_node
+        return rows.gres(value, f"job {j.id}") if isinstance(value, str) else _gres(value)
+    except UNREADABLE as error:
+        rows.say(f"job {j.id} asks for GRES that cannot be read; they count as none", str(error))
+        return ()
+
+
 def _gres(value: Any) -> tuple[Gres, ...]:
     """`{"gpu:a100": 4}` or `{"gpu:a100": {"count": "4", "indexes": "0-3"}}`, or Slurm's own text."""
     if value is None:
@@ -229,7 +247,7 @@ def _gres(value: Any) -> tuple[Gres, ...]:
 
 def _number(value: Any) -> int | None:
     """A number; None for none, and for the word UNLIMITED."""
-    if value is None or (isinstance(value, str) and not value.isdigit()):
+    if value is None or (isinstance(value, str) and not value.isdecimal()):
         return None
     return int(value)
 

@@ -11,11 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from hybridsched.cluster.values import ClusterError
 from hybridsched.core.values import Value
+from hybridsched.process import die_with_parent
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 _OURS = re.compile(
     r"(SBATCH|SQUEUE|SINFO|SCANCEL|SCONTROL|SALLOC)_|SLURM_(TIME_FORMAT|JSON|YAML|BITSTR_LEN)$"
 )
 """Variables that change what the commands do or print. A user's own setting must not reach them."""
+
+INSTALL = "install Slurm's client commands (Debian: slurm-client) or add them to PATH"
 
 PATIENCE_TO_DIE_S = 2.0
 """How long a killed command gets to be gone. Only one stuck in the kernel takes any time at all."""
@@ -36,7 +41,10 @@ class Answer(Value, frozen=True, kw_only=True):
     def complaint(self) -> str:
         """What it had to say about a failure, on one line."""
         lines = (self.err.strip() or self.text.strip()).splitlines()
-        return " / ".join(line.strip() for line in lines[-3:]) or f"nothing (exit status {self.status})"
+        said = " / ".join(line.strip() for line in lines[-3:])
+        # It goes to terminals and into Slurm's reasons: no colours, no bells.
+        plain = "".join(sign if sign.isprintable() else " " for sign in _COLOUR.sub("", said))
+        return plain or f"nothing (exit status {self.status})"
 
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -50,8 +58,11 @@ async def run(
     timeout_s: float,
     environment: Mapping[str, str],
     stdin: bytes | None = None,
+    dies_with_us: bool = False,
 ) -> Answer:
-    """Run a command to its end. Raises `ClusterError` with code `timeout`, `missing` or `denied`.
+    """Run a command to its end. `dies_with_us`: the kernel kills it when this process is killed.
+
+    Raises `ClusterError`: `timeout`; `missing`, `denied` or `unreachable` when it could not be started.
 
     At the time limit, and when the caller is cancelled, the command and all that it started are killed.
     """
@@ -67,16 +78,24 @@ async def run(
             stderr=asyncio.subprocess.PIPE,
             env=dict(environment),
             start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGKILL) if dies_with_us else None,
         )
     except FileNotFoundError as error:
+        remedy = "it was there when this program was started" if "/" in argv[0] else INSTALL
         raise ClusterError(
-            f"{argv[0]} was not found: install Slurm's client commands (Debian: slurm-client) or "
-            "add them to PATH",
+            f"{argv[0]} was not found: {remedy}",
             code="missing",
             retryable=False,
         ) from error
     except PermissionError as error:
         raise ClusterError(f"{argv[0]} may not be run: {error}", code="denied", retryable=False) from error
+    except OSError as error:
+        # Too many open files or processes, no memory, a file that is no program while it is being installed.
+        raise ClusterError(
+            f"{argv[0]} could not be started, so nothing was asked of Slurm: {error}",
+            code="unreachable",
+            retryable=True,
+        ) from error
     try:
         async with asyncio.timeout(timeout_s):
             out, err = await process.communicate(stdin)
@@ -107,6 +126,8 @@ _SIGNS: tuple[tuple[str, str, bool], ...] = (
         "unreachable",
         True,
     ),
+    # Nothing was asked: slurm.conf is not whole just now, or somebody has spoiled it.
+    (r"unable to process configuration file", "unreachable", True),
     (
         r"zero bytes were transmitted|socket timed out|stand-?by mode|munge|protocol authentication",
         "unreachable",

@@ -26,6 +26,8 @@ JOB_FLAGS = _words(
 )
 """States that stand beside a base state. Slurm before 23.02 shows the flag in place of the base."""
 
+_RUNNING = _words("RUNNING CONFIGURING RESIZING SIGNALING")
+
 UNUSABLE = _words(
     "DOWN DRAIN DRAINED DRAINING ERROR FAIL FAILING FUTURE INVAL INVALID INVALID_REG MAINT MAINTENANCE "
     "NOT_RESPONDING NO_RESPOND POWERED_DOWN POWERING_DOWN POWER_DOWN REBOOT_ISSUED UNKNOWN"
@@ -58,6 +60,8 @@ CODES: dict[str, str] = {
     "unsupported": "this adapter cannot do it; the message names another way",
     "unreadable": "the answer was not understood",
     "invalid": "the call itself is wrong; Slurm was not asked",
+    "differs": "what stands is not what should stand; nothing was changed",
+    "fenced": "another policy worker leads; Slurm was not asked",
 }
 """The closed set of error codes."""
 
@@ -90,18 +94,25 @@ class Job(Value, frozen=True, kw_only=True):
     user: str = ""
     partition: str = ""
     state: str = ""
-    """Base state in capitals: PENDING, RUNNING, COMPLETED, …; Slurm before 23.02 hides it behind COMPLETING
-    or CONFIGURING while these last."""
+    """Base state in capitals: PENDING, RUNNING, COMPLETED, …; Slurm before 23.02 hides it behind COMPLETING,
+    CONFIGURING, RESIZING, SIGNALING or STOPPED while these last."""
     flags: tuple[str, ...] = ()
     reason: str = ""
     """Why it waits or ended, in Slurm's words; empty for none."""
     nodes: tuple[str, ...] = ()
     gres: tuple[Gres, ...] = ()
     """Asked for on each node."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that it must not run on (`--exclude`)."""
+    required: tuple[str, ...] = ()
+    """Nodes that it must run on (`--nodelist`)."""
     comment: str = ""
     restarts: int | None = None
     priority: int | None = None
     submit_ms: float | None = None
+    """When it was submitted, or last put back in the queue."""
+    begin_ms: float | None = None
+    """While a begin time keeps it waiting (`BeginTime`): that time. None otherwise."""
     start_ms: float | None = None
     """When it (last) started; None while it waits, whatever start Slurm forecasts."""
     end_ms: float | None = None
@@ -114,13 +125,25 @@ class Job(Value, frozen=True, kw_only=True):
     """Tasks of an array that this record stands for while they wait (`3-9%2`)."""
 
     @property
+    def address(self) -> tuple[int, int | None]:
+        """Job and task to name it by: the bare id of one task of an array is that of the whole array too."""
+        if self.array_job is None or self.array_task is None:
+            return self.id, None
+        return self.array_job, self.array_task
+
+    @property
     def pending(self) -> bool:
         return self.state == "PENDING" and "COMPLETING" not in self.flags
 
     @property
     def running(self) -> bool:
         """Holding its nodes with its script started or about to; not one that is being ended."""
-        return self.state in ("RUNNING", "CONFIGURING") and "COMPLETING" not in self.flags
+        return self.state in _RUNNING and "COMPLETING" not in self.flags
+
+    @property
+    def suspended(self) -> bool:
+        """Stopped by hand where it stands, by `scontrol suspend` or SIGSTOP. It keeps its nodes' GRES."""
+        return self.state in ("SUSPENDED", "STOPPED")
 
     @property
     def leaving(self) -> bool:
@@ -148,6 +171,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     gres: tuple[Gres, ...] = ()
     nodes: tuple[str, ...] = ()
     """Names of the nodes it must run on; empty: Slurm's choice."""
+    excluded: tuple[str, ...] = ()
+    """Names of nodes that it must not run on."""
     time_limit_min: int | None = None
     cpus_per_task: int | None = None
     memory_mb: int | None = None
@@ -179,6 +204,8 @@ class JobChange(Value, frozen=True, kw_only=True):
     """Skip the wait that Slurm gives a requeued job."""
     held: bool | None = None
     requeue: bool | None = None
+    excluded: tuple[str, ...] | None = None
+    """All nodes that it must not run on, in place of those before. Only of a job that waits."""
 
 
 class Node(Value, frozen=True, kw_only=True):
@@ -193,6 +220,10 @@ class Node(Value, frozen=True, kw_only=True):
     gres_used: tuple[Gres, ...] = ()
     reason: str = ""
     partitions: tuple[str, ...] = ()
+    booted_ms: float | None = None
+    """Start of its machine, ms of the epoch; None: Slurm does not know it now."""
+    started_ms: float | None = None
+    """Start of its slurmd."""
 
     @property
     def usable(self) -> bool:

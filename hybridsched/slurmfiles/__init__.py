@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hybridsched.slurmfiles.checks import Finding, Level, examine, exit_status
 from hybridsched.slurmfiles.facts import ClusterFacts, SlurmUnreachableError, gather
-from hybridsched.slurmfiles.install import Change, InstallError, Plan, apply, plan
+from hybridsched.slurmfiles.files import Change, InstallError
+from hybridsched.slurmfiles.install import Plan, apply, plan
+from hybridsched.slurmfiles.modes import mode_records, records_of
 from hybridsched.slurmfiles.render import render
 from hybridsched.slurmfiles.site import Site, SiteError, load_site, parse_site
 
@@ -23,7 +25,9 @@ __all__ = [
     "exit_status",
     "gather",
     "load_site",
+    "mode_records",
     "parse_site",
     "plan",
+    "records_of",
     "render",
 ]

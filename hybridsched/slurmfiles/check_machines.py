@@ -1,85 +1,30 @@
-"""Checks of what the machines have: the fill GRES, the hooks, plugins, nodes, releases."""
+"""Checks of what the machines have: the hooks, plugins, nodes, releases."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
+from hybridsched.core.switch_rest import REASON as MODES_REASON
 from hybridsched.slurmfiles.facts import ClusterFacts
 from hybridsched.slurmfiles.findings import Finding, Level, critical, nodes_of, ok, release, some, warning
-from hybridsched.slurmfiles.records import gres_counts, words
+from hybridsched.slurmfiles.records import words
 from hybridsched.slurmfiles.site import Site
 
 OLDEST = (22, 5)
 """Oldest release of Slurm that was tried."""
 
+_BY_ITSELF = re.compile(
+    r"hybridsched|NHC|Not responding|Node unexpectedly|Node unresponsive|Prolog error|Epilog error|"
+    r"batch job complete failure|Kill task failed|gres/|Low |Duplicate jobid|[Rr]eboot|Power|none$",
+)
+"""How reasons begin that this suite, Slurm or a health check writes."""
+
+_REASON = re.compile(r"(?P<why>.*?)\s*\[(?P<who>[^@\[\]]*)@(?P<when>[^\[\]]*)\]$", re.DOTALL)
+
 SLOW_PING_MS = 2000.0
 """An answer of slurmctld that takes longer delays every start of an offline job."""
-
-
-def check_fill(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
-    gres, part = site.fill.gres, site.partitions.offline
-    if gres not in words(facts.setting("GresTypes")):
-        yield critical(
-            "fill_gres_type",
-            f"GresTypes is {facts.setting('GresTypes') or 'unset'} and lacks {gres}: no job can ask "
-            "for a lane",
-            f"add {gres} to GresTypes in slurm.conf, then restart slurmctld and the slurmd",
-        )
-        return
-    yield ok("fill_gres_type", f"GresTypes has {gres}")
-    members = [name for name in nodes_of(facts, part) if name != site.fill.parked_node]
-    counts = {name: gres_counts(facts.nodes[name].get("Gres", "")).get(gres) for name in members}
-    without = sorted(name for name, count in counts.items() if count is None)
-    if without and members:
-        say = critical if len(without) == len(members) else warning
-        yield say(
-            "fill_nodes",
-            f"{some(without)} of partition {part} have no {gres}: no lane of theirs can be opened",
-            f"add {gres}:N to Gres= of their NodeName lines and NodeName=... Name={gres} Count=N to "
-            "gres.conf, "
-            f"restart slurmctld and their slurmd",
-        )
-    live = {name: count for name, count in counts.items() if count is not None}
-    if live:
-        total = ", ".join(f"{name} {count}" for name, count in sorted(live.items())[:8])
-        yield ok("fill_live", f"live count of {gres}: {total}{' ...' if len(live) > 8 else ''}")
-    yield from _parked(facts, site)
-
-
-def _parked(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
-    gres, part, name = site.fill.gres, site.partitions.offline, site.fill.parked_node
-    node = facts.nodes.get(name)
-    remedy = (
-        f"`NodeName={name} NodeAddr=127.0.0.1 Port=1 Gres=...,{gres}:N State=DOWN "
-        "Reason=hybridsched-parked` in "
-        f"slurm.conf (`hybridsched slurm render` writes it) and {name} in the Nodes= of {part}"
-    )
-    if node is None:
-        yield critical(
-            "parked_node",
-            f"there is no parked node {name}: while every lane is closed, sbatch refuses jobs for {gres}",
-            remedy,
-        )
-        return
-    problems = []
-    if part in facts.partitions and name not in nodes_of(facts, part):
-        problems.append(f"is not in partition {part}")
-    if gres not in gres_counts(node.get("Gres", "")):
-        problems.append(f"has no {gres}")
-    if problems:
-        yield critical("parked_node", f"the parked node {name} {' and '.join(problems)}", remedy)
-    elif "DOWN" not in node.get("State", "") and "DRAIN" not in node.get("State", ""):
-        yield critical(
-            "parked_node",
-            f"the parked node {name} is {node.get('State', 'in an unknown state')}: jobs would be sent "
-            "to it, and it "
-            f"is no machine",
-            f"`scontrol update nodename={name} state=down reason=hybridsched-parked`, State=DOWN in "
-            "slurm.conf",
-        )
-    else:
-        yield ok("parked_node", f"the parked node {name} is {node['State']} and has {gres}")
 
 
 def check_hooks(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
@@ -147,7 +92,8 @@ def check_plugins(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
             "select_type",
             f"SelectType is {select or 'unset'}: whole nodes are given out, and offline never runs "
             "beside online",
-            "SelectType=select/cons_tres and SelectTypeParameters=CR_Core_Memory, then restart slurmctld",
+            "SelectType=select/cons_tres and SelectTypeParameters=CR_Core_Memory with DefMemPerCPU=N (else a "
+            "job without --mem takes the whole memory), or CR_Core; then restart slurmctld",
         )
     if (track := facts.setting("ProctrackType")) != "proctrack/cgroup":
         yield warning(
@@ -169,16 +115,37 @@ def check_plugins(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
 
 def check_nodes(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
     part = site.partitions
-    ours = sorted({*nodes_of(facts, part.online), *nodes_of(facts, part.offline)} - {site.fill.parked_node})
+    here = {*nodes_of(facts, part.online), *nodes_of(facts, part.offline)}
+    ours = sorted(here - {site.fill.parked_node} - facts.resting)
     bad = {}
     for name in ours:
         row = facts.nodes[name]
         state = row.get("State", "")
         if re.search(r"DOWN|DRAIN|FAIL|INVAL|NOT_RESPONDING|UNKNOWN", state) or state.endswith("*"):
             bad[name] = f"{name} is {state} ({row.get('Reason', 'no reason given').partition(' [')[0]})"
-    for name, said in list(bad.items())[:20]:
+    drains = {name: said for name in bad if (said := operators_drain(facts, name))}
+    for name, said in list(drains.items())[:20]:
+        yield warning(
+            "node_drained",
+            f"{name} is {facts.nodes[name]['State']}: {said}",
+            f"none while that is meant; `scontrol update nodename={name} state=resume` puts it back",
+        )
+    for name, said in [(name, said) for name, said in bad.items() if name not in drains][:20]:
         reason = facts.nodes[name].get("Reason", "")
-        if "count reported lower" in reason:
+        if reason.startswith(MODES_REASON):
+            remedy = (
+                "nothing in Slurm, and no resume, for its GPUs may be cut otherwise: "
+                "`hybridsched mode status` says where the host stands; one that is held comes back by "
+                "`hybridsched mode switch --to MODE --node HOST`"
+            )
+        elif "count changed and jobs are using them" in reason:
+            remedy = (
+                "resume is refused while its jobs are there: "
+                f"`scontrol requeue` those of `squeue -w {name}`, "
+                "see that the GRES is no_consume in slurm.conf, restart slurmctld, then "
+                f"`scontrol update nodename={name} state=resume`"
+            )
+        elif "count reported lower" in reason:
             remedy = (
                 f"`slurmd -G` on {name} shows what it has: make its lines in gres.conf and slurm.conf "
                 "agree, restart "
@@ -192,7 +159,13 @@ def check_nodes(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
         else:
             remedy = f"see its slurmd's log; `scontrol update nodename={name} state=resume` when it is well"
         yield warning("node_state", said, remedy)
-    if ours and len(bad) == len(ours):
+    if ours and len(drains) == len(ours):
+        yield warning(
+            "no_node",
+            "every node of the pool was taken out by an operator: no work runs",
+            "none while that is meant; the warnings on each say who did it and how it comes back",
+        )
+    elif ours and len(bad) == len(ours):
         yield critical("no_node", "no node of the pool is up", "see the warnings on each")
     elif ours:
         yield ok("node_state", f"{len(ours) - len(bad)} of {len(ours)} nodes are up")
@@ -205,6 +178,36 @@ def check_nodes(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
         )
     if facts.devices and not any(d.problem for d in facts.devices):
         yield ok("device_file", f"{len(facts.devices)} device files of gres.conf are there")
+
+
+def operators_drain(facts: ClusterFacts, node: str) -> str:
+    """Who took a node out of service, when and why; empty where it was not an operator, as far as that shows.
+
+    Slurm shows the reason only: one that begins like those of Slurm, of a health check or of this suite, or
+    that an unprivileged SlurmUser has set, is not an operator's.
+    """
+    row = facts.nodes[node]
+    found = _REASON.match(row.get("Reason", ""))
+    if found is None or "INVAL" in row.get("State", "") or not re.search("DRAIN|DOWN", row.get("State", "")):
+        return ""
+    who = found["who"]
+    if _BY_ITSELF.match(found["why"]) or who == facts.setting("SlurmUser").partition("(")[0] != "root":
+        return ""
+    when = found["when"]
+    if re.fullmatch(r"\d{1,11}", when, re.ASCII):  # SLURM_TIME_FORMAT=%s
+        when = datetime.fromtimestamp(int(when), UTC).isoformat()
+    return f"{who or 'an operator'} took it out at {when} ({found['why'] or 'no reason given'})"
+
+
+def check_sizes(facts: ClusterFacts, site: Site) -> Iterator[Finding]:
+    parked = site.fill.parked_node
+    for said in [c for c in facts.complaints if "Sockets" in c][:5]:
+        yield warning(
+            "node_sizes",
+            f"every command of Slurm says: {said}",
+            f"in the NodeName line that it means ({parked}, or yours): Sockets=, CoresPerSocket= and "
+            "ThreadsPerCore= whose product is CPUs=; a NodeName=DEFAULT line sets them otherwise",
+        )
 
 
 def check_versions(facts: ClusterFacts, site: Site) -> Iterator[Finding]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hybridsched.slurmfiles.site import Nodes, Site
+from hybridsched.slurmfiles.groups import Group, Records, plain
+from hybridsched.slurmfiles.site import Site
 
 CLUSTER = "hybridsched-cluster.conf"
 RECORDS = "hybridsched-partitions.conf"
@@ -21,8 +22,9 @@ LISTS = frozenset({"GresTypes", "JobSubmitPlugins", "SlurmctldParameters", "Pree
                    "SchedulerParameters", "AuthInfo"})  # fmt: skip
 """Settings whose value is a list that a site has words of its own in."""
 
-KEPT = frozenset({"Prolog", "Epilog", "PrologEpilogTimeout"})
-"""Settings that a site's own value keeps: another program may stand there."""
+HOOK_SETTINGS = frozenset({"Prolog", "Epilog"})
+KEPT = HOOK_SETTINGS | {"PrologEpilogTimeout"}
+"""Settings where a site's own value stays: another program may stand there."""
 
 _BEGIN, _END = "-- site: begin", "-- site: end"
 USER_SIGNAL_MOVED = (23, 2)
@@ -44,9 +46,10 @@ def cluster_settings(site: Site) -> dict[str, str]:
     """What the whole cluster needs in slurm.conf, in the order it is written."""
     etc = site.slurm.etc.rstrip("/")
     found = {
-        "GresTypes": f"gpu,{site.fill.gres}",
+        "GresTypes": f"gpu,{site.fill.gres},{site.fill.places}",
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
+        "PreemptExemptTime": "00:00:05",
         "JobRequeue": "1",
         "KillWait": str(site.slurm.kill_wait_s),
         "JobSubmitPlugins": "lua",
@@ -69,10 +72,13 @@ def cluster_settings(site: Site) -> dict[str, str]:
 _SIZES = ("cpus", "procs", "boards", "sockets", "socketsperboard", "corespersocket", "threadspercore",
           "realmemory", "tmpdisk", "feature", "features")  # fmt: skip
 
+_TOPOLOGY = ("boards", "sockets", "socketsperboard", "corespersocket", "threadspercore")
+
 _WHY = {
-    "GresTypes": "the admission count is a GRES of its own, without files",
+    "GresTypes": "admission: a gate that jobs do not consume, and places that they do; both without files",
     "PreemptType": "online takes GPUs from offline by the PriorityTier of the partitions",
     "PreemptMode": "an offline job goes back to the queue; SUSPEND would free neither GRES nor GPU memory",
+    "PreemptExemptTime": "a signal before a job's script can hear it would be lost, or the end of the job",
     "JobRequeue": "jobs may be requeued unless they say otherwise",
     "KillWait": "s between SIGTERM and SIGKILL",
     "JobSubmitPlugins": "job_submit.lua stands beside slurm.conf on slurmctld's machine",
@@ -87,15 +93,26 @@ _WHY = {
 }
 
 
-def group_gres(site: Site, group: Nodes) -> str:
+def part_names(mode: str) -> tuple[str, str]:
+    """The files of a mode whose records are written in the place of others: for slurm.conf, for gres.conf."""
+    return f"hybridsched-mode-{mode}-nodes.conf", f"hybridsched-mode-{mode}-gres.conf"
+
+
+def group_gres(site: Site, group: Group) -> str:
     """The Gres= of a group's NodeName line."""
-    return f"gpu:{group.gpu_type}:{group.gpus},{site.fill.gres}:{group.lanes}"
+    gpus = [f"gpu:{kind}:{count}" for kind, count in group.gpus.items()]
+    return ",".join([*gpus, _admission(site, group.lanes)])
 
 
-def partition_fields(site: Site) -> dict[str, dict[str, str]]:
+def _admission(site: Site, lanes: int) -> str:
+    """The gate and the places. A gate that is consumed takes nodes out of service when its count changes."""
+    return f"{site.fill.gres}:no_consume:{lanes},{site.fill.places}:{lanes}"
+
+
+def partition_fields(site: Site, groups: Sequence[Group]) -> dict[str, dict[str, str]]:
     """Name of each partition -> its fields."""
     part = site.partitions
-    hosts = [group.names for group in site.nodes]
+    hosts = [group.names for group in groups]
     return {
         part.online: {
             "Nodes": ",".join(hosts),
@@ -115,22 +132,61 @@ def partition_fields(site: Site) -> dict[str, dict[str, str]]:
     }
 
 
-def render(site: Site, *, present: Collection[str] = ()) -> dict[str, str]:
+SCRIPTS = ("offline.sbatch", "own.sbatch", "online.sbatch")
+
+
+def batch_scripts(site: Site) -> dict[str, str]:
+    """Batch scripts with the site's own names in their #SBATCH lines, for its users."""
+    here = Path(__file__).resolve().parent
+    folders = (here / "workers", here.parent.parent / "workers")
+    found = {}
+    for name in SCRIPTS:
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if path is None:
+            raise FileNotFoundError(
+                f"workers/{name} did not come with this installation of hybridsched; install it again"
+            )
+        online = name == "online.sbatch"
+        part, jobs = site.partitions, site.jobs
+        options = {"partition": part.online if online else part.offline}
+        if not online:
+            options["gres"] = f"{site.fill.gres}:1,{site.fill.places}:1"
+            options["signal"] = f"B:{jobs.signal}@{jobs.notice_s}"
+        text = path.read_text(encoding="utf-8")
+        for key, value in options.items():
+            text, count = re.subn(
+                rf"^#SBATCH --{key}=.*$", f"#SBATCH --{key}={value}", text, flags=re.MULTILINE
+            )
+            if count != 1:
+                raise ValueError(f"workers/{name} has {count} lines #SBATCH --{key}: not this release's")
+        found[name] = text
+    return found
+
+
+def render(site: Site, records: Records | None = None, *, present: Collection[str] = ()) -> dict[str, str]:
     """File name -> text of every file of the site.
 
+    `records`: its node records where hosts have modes (`modes.records_of`); None: those of the site file.
     `present` names nodes (as the site file writes them) and partitions whose records slurm.conf has itself:
     Slurm takes each once, so they are left out here. Raises ValueError when the site names no nodes.
     """
     if not site.nodes:
         raise ValueError("the site file names no nodes: add a [[nodes]] table with names, gpu_type and gpus")
     folder = source_folder()
+    records = records or plain(site)
     files = {
         CLUSTER: _cluster(site),
-        RECORDS: _records(site, present),
-        GRES: _gres(site),
+        RECORDS: _records(site, records, present),
+        GRES: _gres(site, records.groups),
         NODE: _node(site),
-        LUA: _lua(site, (folder / LUA).read_text(encoding="utf-8")),
+        LUA: _lua(site, records, (folder / LUA).read_text(encoding="utf-8")),
     }
+    for mode, groups in records.parts.items():
+        for_nodes, for_gres = part_names(mode)
+        files[for_nodes] = _head(f"Nodes in mode {mode}, for `hybridsched slurm configure`.") + "".join(
+            f"{_node_line(site, group)}\n" for group in groups
+        )
+        files[for_gres] = _gres(site, groups, f"GRES of the nodes in mode {mode}, for the same.")
     return files | {name: (folder / name).read_text(encoding="utf-8") for name in HOOKS}
 
 
@@ -143,27 +199,32 @@ def _cluster(site: Site) -> str:
     return _head("Settings of the whole cluster, for slurm.conf itself.") + "\n".join(lines)
 
 
-def _records(site: Site, present: Collection[str]) -> str:
+def _node_line(site: Site, group: Group) -> str:
+    return (
+        f"NodeName={group.names} Gres={group_gres(site, group)} State=UNKNOWN {group.options or ''}".rstrip()
+    )
+
+
+def _records(site: Site, records: Records, present: Collection[str]) -> str:
     out = [_head("Nodes and partitions. In slurm.conf, at its end:  Include " + RECORDS).rstrip()]
-    for group in site.nodes:
-        line = f"NodeName={group.names} Gres={group_gres(site, group)}"
+    for group in records.groups:
         if group.options is not None and group.names not in present:
-            out.append(f"{line} State=UNKNOWN {group.options}".rstrip())
+            out.append(_node_line(site, group))
         else:
             out.append(f"# In the NodeName line of {group.names}:  Gres={group_gres(site, group)}")
     # Of each GPU type the parked node has what the largest node has: every job that fits somewhere is valid.
     most: dict[str, int] = {}
-    for group in site.nodes:
-        most[group.gpu_type] = max(most.get(group.gpu_type, 0), group.gpus)
+    for group in records.every:
+        most |= {kind: max(most.get(kind, 0), count) for kind, count in group.gpus.items()}
     gres = [f"gpu:{name}:{count}" for name, count in most.items()]
-    gres.append(f"{site.fill.gres}:{max(group.lanes for group in site.nodes)}")
+    gres.append(_admission(site, max(group.lanes for group in records.every)))
     out.append(
         "\n# No machine: with its count, jobs that ask for a lane stay valid while no lane is open "
         "anywhere.\n"
         f"NodeName={site.fill.parked_node} NodeAddr=127.0.0.1 Port=1 {_size(site)} "
         f"Gres={','.join(gres)} State=DOWN Reason=hybridsched-parked\n"
     )
-    for name, fields in partition_fields(site).items():
+    for name, fields in partition_fields(site, records.groups).items():
         if name not in present:
             out.append(f"PartitionName={name} " + " ".join(f"{k}={v}" for k, v in fields.items()))
     return "\n".join(out) + "\n"
@@ -173,16 +234,26 @@ def _size(site: Site) -> str:
     """CPUs and memory of the parked node: those of the node with most GPUs, or more than any node has."""
     largest = max(site.nodes, key=lambda group: group.gpus)
     pairs = [word for word in (largest.options or "").split() if word.partition("=")[0].lower() in _SIZES]
-    return " ".join(pairs) or "CPUs=1024 RealMemory=16777216"
+    if not pairs:
+        pairs = ["CPUs=1024", "RealMemory=16777216"]
+    # Without these a site's NodeName=DEFAULT Sockets=... fits no CPUs=, and every command says so.
+    if not any(word.partition("=")[0].lower() in _TOPOLOGY for word in pairs):
+        cpus = next((w.partition("=")[2] for w in pairs if w.lower().startswith("cpus=")), "1")
+        after = next((i for i, w in enumerate(pairs) if w.lower().startswith("cpus=")), -1) + 1
+        pairs[after:after] = ["Sockets=1", f"CoresPerSocket={cpus}", "ThreadsPerCore=1"]
+    return " ".join(pairs)
 
 
-def _gres(site: Site) -> str:
-    out = []
-    for group in site.nodes:
-        if group.device_files:
-            out.append(f"NodeName={group.names} Name=gpu Type={group.gpu_type} File={group.device_files}")
-        out.append(f"NodeName={group.names} Name={site.fill.gres} Count={group.lanes}")
-    return _head("GRES of the nodes. In gres.conf, at its end:  Include " + GRES) + "\n".join(out) + "\n"
+_GRES_HEAD = "GRES of the nodes. In gres.conf, at its end:  Include " + GRES
+
+
+def _gres(site: Site, groups: Sequence[Group], head: str = _GRES_HEAD) -> str:
+    out: list[str] = []
+    for group in groups:
+        out += [*group.gpu_lines, *(f"# {said}" for said in group.unlisted)]
+        both = (site.fill.gres, site.fill.places)
+        out += [f"NodeName={group.names} Name={name} Count={group.lanes}" for name in both]
+    return _head(head) + "\n".join(out) + "\n"
 
 
 def _node(site: Site) -> str:
@@ -192,13 +263,14 @@ def _node(site: Site) -> str:
     return _head("Settings of prolog.sh and epilog.sh, beside them on every node.") + "\n".join(lines) + "\n"
 
 
-def _lua(site: Site, text: str) -> str:
+def _lua(site: Site, records: Records, text: str) -> str:
     begin, end = text.index(_BEGIN), text.index(_END)
     jobs = site.jobs
     values: dict[str, object] = {
         "offline": [site.partitions.offline],
         "fill": site.fill.gres,
-        "gpu_types": list(site.gpu_types),
+        "place": site.fill.places,
+        "gpu_types": list(records.gpu_types),
         "signal": jobs.signal,
         "notice_s": jobs.notice_s,
         "min_notice_s": jobs.min_notice_s,

@@ -38,7 +38,12 @@ class Partitions(Table):
 
 
 class Fill(Table):
-    gres: _GresType = Field(default="hsfill", description="GRES whose live count is a node's open lanes")
+    gres: _GresType = Field(
+        default="hsfill", description="GRES, not consumed, whose live count is a node's free open lanes"
+    )
+    places: _GresType = Field(
+        default="hslane", description="GRES that each offline job takes one of; its count never changes"
+    )
     parked_node: _Name = Field(
         default="hspark", description="node that is no machine and keeps jobs valid while no lane is open"
     )
@@ -54,6 +59,10 @@ class Nodes(Table):
     device_files: _Devices | None = Field(
         default=None, description="gres.conf's File= of the GPUs; unset: gres.conf has their lines already"
     )
+    autodetect: bool = Field(
+        default=False,
+        description="Slurm was built with NVML and finds the GPUs itself (AutoDetect=nvml), slices too",
+    )
     options: Annotated[str, Field(pattern=r"^[A-Za-z0-9=:,.()\[\]_/ -]*$", max_length=1000)] | None = Field(
         default=None,
         description="further words of the NodeName line, such as CPUs=64; unset: slurm.conf has the line",
@@ -61,7 +70,7 @@ class Nodes(Table):
 
     @property
     def lanes(self) -> int:
-        """Configured maximum of the fill GRES."""
+        """Configured count of both GRES of admission."""
         return self.gpus if self.fill is None else self.fill
 
 
@@ -86,6 +95,9 @@ class Slurm(Table):
         default="22.05", description="release of slurmctld: it decides where some settings stand"
     )
     etc: _Path = Field(default="/etc/slurm", description="folder of slurm.conf, on every machine")
+    slurmd_port: Annotated[int, Field(ge=1, le=65_535)] = Field(
+        default=6818, description="SlurmdPort; records of a host's further modes listen on those above it"
+    )
     kill_wait_s: Annotated[int, Field(ge=1, le=65_533)] = Field(
         default=30, description="s: KillWait, between SIGTERM and SIGKILL"
     )
@@ -132,11 +144,6 @@ class Site(Table):
     slurm: Slurm = Field(default=Slurm(), description="the installation")
     node: Node = Field(default=Node(), description="prolog and epilog on each node")
     check: Check = Field(default=Check(), description="the check of the live cluster")
-
-    @property
-    def gpu_types(self) -> tuple[str, ...]:
-        """Types of the site's GPUs, in the order of the file, each once."""
-        return tuple(dict.fromkeys(group.gpu_type for group in self.nodes))
 
 
 class SiteError(Exception):
@@ -235,6 +242,8 @@ def _contradictions(site: Site) -> list[tuple[str, str]]:
                 f"takes no GPU back",
             )
         )
+    if site.fill.gres == site.fill.places:
+        found.append(("fill.places", f"was given {site.fill.places!r}, the name of fill.gres too"))
     if part.online == part.offline:
         found.append(
             ("partitions.offline", f"was given {part.offline!r}, the name of the online partition too")
@@ -252,6 +261,8 @@ def _contradictions(site: Site) -> list[tuple[str, str]]:
         seen[group.names] = number
         if group.names == site.fill.parked_node:
             found.append((f"nodes[{number}].names", "is the parked node's name, which is no machine"))
+        if group.device_files and group.autodetect:
+            found.append((f"nodes[{number}].autodetect", "was given with device_files: give one of them"))
         if group.device_files and "Gres=" in (group.options or ""):
             found.append((f"nodes[{number}].options", "must not hold Gres=, which is written from gpu_type"))
     return found

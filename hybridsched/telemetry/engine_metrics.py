@@ -2,7 +2,9 @@
 
 An absent or impossible value is unknown (None), never 0. Counters that stand still while the engine holds
 requests mean that it is frozen, whatever its gauges say: vLLM's gauges keep their last value while it is
-paused or stuck.
+paused or stuck, and a proxy may repeat an old page for ever. So the caller says what its own workers have
+there. Gauges of 0 beside counters that move contradict nothing: requests of one token are gone by the time
+the gauge is set.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class EngineSignals(Value, frozen=True, kw_only=True):
     waiting: float | None
     kv_use: float | None
     frozen_ms: float | None
-    """How long requests have been held with no counter moving; None when the engine reports no counter."""
+    """How long requests have been held with no counter moving, and how long ago that began for a while after
+    the last has left without any; None when the engine reports no counter."""
     ttft_p99_ms: float | None
     """All the engine's requests, offline included, over the window; None without any."""
     tpot_p99_ms: float | None
@@ -61,9 +64,19 @@ _COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "iterations_total
 class EngineTracker:
     """Takes readings in order of time. One per engine; a new engine at the same address shows as a reset."""
 
-    def __init__(self, *, window_ms: float = 30_000.0) -> None:
-        """`window_ms`: the span of the percentiles taken from the engine's histograms."""
+    def __init__(
+        self, *, window_ms: float = 30_000.0, doubt_after_ms: float = 1_000.0, doubt_ms: float = 30_000.0
+    ) -> None:
+        """`window_ms`: the span of the percentiles taken from the engine's histograms.
+
+        Requests that were held for `doubt_after_ms` and left without any counter moving leave the engine in
+        doubt for `doubt_ms`, or until a counter moves: else a lane would be opened again the moment that its
+        work is taken away, onto the same frozen numbers.
+        """
         self._window_ms = window_ms
+        self._doubt_after_ms = doubt_after_ms
+        self._doubt_ms = doubt_ms
+        self._held_at_ms = 0.0
         self._counters: dict[str, float] = {}
         self._still_since_ms: float | None = None
         self._resets = 0
@@ -76,11 +89,21 @@ class EngineTracker:
         """The signals of the last reading; None before the first. A failed reading leaves it to age."""
         return self._last
 
-    def observe(self, stats: EngineReading, at_ms: float, *, held: int = 0) -> EngineSignals:
+    def observe(
+        self,
+        stats: EngineReading,
+        at_ms: float,
+        *,
+        held: int = 0,
+        said: int = 0,
+        said_at_ms: float | None = None,
+    ) -> EngineSignals:
         """Take one reading.
 
-        `held`: requests that the caller itself has in the engine. They count as held even when the gauges
-        show none, because a paused engine does not update them.
+        `held`: requests that the caller has in the engine; `said`: those that another worker said at
+        `said_at_ms` to have there. They count as held even when the gauges show none, because a paused engine
+        does not update them. What was only said is no ground for doubt from then on: a worker that was killed
+        takes its requests with it, and an engine that has nothing to do counts nothing.
         """
         rejected: list[str] = []
         running = _count(stats.running, "running", rejected)
@@ -97,8 +120,11 @@ class EngineTracker:
         first = not (counters.keys() & self._counters.keys())
         self._counters.update(counters)
         # A reading without counters says nothing of movement: the time of standing still goes on.
-        holds = (running or 0) + (waiting or 0) + held > 0
-        frozen = self._frozen(at_ms, holds, moved or first) if counters else None
+        seen = (running or 0) + (waiting or 0) + held > 0
+        if seen or said:
+            known_ms = at_ms if seen or said_at_ms is None else min(at_ms, said_at_ms)
+            self._held_at_ms = max(self._held_at_ms, known_ms)
+        frozen = self._frozen(at_ms, seen or said > 0, moved or first) if counters else None
         self._last = EngineSignals(
             at_ms=at_ms,
             running=running,
@@ -121,13 +147,17 @@ class EngineTracker:
         self._tpot.clear()
 
     def _frozen(self, at_ms: float, holds: bool, moved: bool) -> float:
+        since = self._still_since_ms
         if not holds:
-            self._still_since_ms = None
-            return 0.0
-        if moved or self._still_since_ms is None:
+            doubted = since is not None and self._held_at_ms - since >= self._doubt_after_ms
+            if moved or since is None or not doubted or at_ms - self._held_at_ms >= self._doubt_ms:
+                self._still_since_ms = None
+                return 0.0
+            return max(0.0, at_ms - since)
+        if moved or since is None:
             # A request that came in since the last reading cannot have waited before it: count from here.
-            self._still_since_ms = at_ms
-        return max(0.0, at_ms - self._still_since_ms)
+            self._still_since_ms = since = at_ms
+        return max(0.0, at_ms - since)
 
     def _windowed(
         self, history: deque[tuple[float, Buckets]], buckets: tuple[tuple[float, float], ...], at_ms: float
