@@ -15,16 +15,20 @@ Every failure of a request is a `RequestError`; Redis trouble is a `StoreError`,
 
 from __future__ import annotations
 
-from hybridsched.client.asynchronous import AsyncClient, AsyncStream
+from hybridsched.client.asynchronous import AsyncClient
 from hybridsched.client.errors import (
     Cancelled,
+    ClientClosed,
+    Conflict,
     Expired,
     Failed,
+    NotServed,
     QueueFull,
     RequestError,
     RetryBudgetExhausted,
 )
 from hybridsched.client.requests import Reply, estimate_max_tokens, estimate_prompt_tokens
+from hybridsched.client.streaming import AsyncStream
 from hybridsched.client.synchronous import Client, Stream
 from hybridsched.store.errors import StoreError, StoreRefused, StoreUnavailable, StoreUrlError
 
@@ -33,8 +37,11 @@ __all__ = [
     "AsyncStream",
     "Cancelled",
     "Client",
+    "ClientClosed",
+    "Conflict",
     "Expired",
     "Failed",
+    "NotServed",
     "QueueFull",
     "Reply",
     "RequestError",

@@ -12,7 +12,7 @@ class RequestError(Exception):
 
 
 class Expired(RequestError):  # noqa: N818 - named for what became of the request
-    """Its deadline passed before it could be answered. It is not run any more."""
+    """Its deadline passed before it could be answered. It is not run any more, unless others wait for it."""
 
 
 class Cancelled(RequestError):  # noqa: N818
@@ -25,6 +25,18 @@ class QueueFull(RequestError):  # noqa: N818
 
 class RetryBudgetExhausted(RequestError):  # noqa: N818
     """The same id was sent more often than the retry budget allows. Wait for it, or use a new id."""
+
+
+class Conflict(RequestError):  # noqa: N818
+    """The id is that of another request, which was left alone. Use a new id."""
+
+
+class NotServed(RequestError):  # noqa: N818
+    """No replica serves its model, while others are served. See whether its name is right."""
+
+
+class ClientClosed(RequestError):  # noqa: N818
+    """The client was closed before the answer came. What was sent is left to its deadline."""
 
 
 class Failed(RequestError):  # noqa: N818

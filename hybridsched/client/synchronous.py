@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from hybridsched.client.asynchronous import AsyncClient, AsyncStream
+from hybridsched.client.asynchronous import AsyncClient
+from hybridsched.client.calls import closed_error
+from hybridsched.client.errors import ClientClosed
 from hybridsched.client.requests import Reply
+from hybridsched.client.streaming import AsyncStream
 from hybridsched.store.online_values import QueueLimits
 
 T = TypeVar("T")
@@ -29,6 +34,7 @@ class Client:
         default_timeout_s: float = 60.0,
         max_waiting: int = 0,
         patience_s: float = 10.0,
+        unserved_patience_s: float | None = 10.0,
         limits: QueueLimits | None = None,
     ) -> None:
         self._inner = AsyncClient(
@@ -37,8 +43,12 @@ class Client:
             default_timeout_s=default_timeout_s,
             max_waiting=max_waiting,
             patience_s=patience_s,
+            unserved_patience_s=unserved_patience_s,
             limits=limits,
         )
+        self._lock = threading.Lock()
+        self._closed = False
+        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hybridsched-client", daemon=True)
         self._thread.start()
@@ -95,19 +105,44 @@ class Client:
         return self.run(self._inner.cancel(request_id))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the client's loop and wait for it. An interrupt (Ctrl-C) cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run a coroutine on the client's loop and wait for it. An interrupt (Ctrl-C) cancels it.
+
+        Raises:
+            ClientClosed: the client is closed, or was while this waited.
+        """
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise closed_error("not sent")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._calls.add(future)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if self._closed:
+                raise closed_error("under way") from None
+            raise
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._calls.discard(future)
 
     def close(self) -> None:
-        """Close the connections and end the thread. Does nothing the second time."""
-        if self._loop.is_closed():
-            return
-        self.run(self._inner.aclose())
+        """Close the connections and end the thread. Does nothing the second time.
+
+        Threads that wait for an answer get `ClientClosed`; what was sent is left to its deadline.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            calls = set(self._calls)
+        asyncio.run_coroutine_threadsafe(self._inner.aclose(), self._loop).result()
+        # Each of them has been told and needs a turn or two of the loop, unless it is stuck in a connection.
+        for late in concurrent.futures.wait(calls, timeout=1.0).not_done:
+            late.cancel()
+        concurrent.futures.wait(calls)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -159,8 +194,9 @@ class Stream:
             raise StopIteration from None
 
     def close(self) -> None:
-        """Stop reading. A request that has not ended is cancelled."""
-        self._client.run(self._chunks.aclose())
+        """Stop reading. A request that has not ended is cancelled, unless others wait for it."""
+        with contextlib.suppress(ClientClosed):
+            self._client.run(self._chunks.aclose())
 
     def __enter__(self) -> Self:
         return self

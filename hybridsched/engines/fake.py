@@ -13,7 +13,7 @@ import msgspec
 
 from hybridsched.engines.metrics_text import engine_info, engine_stats
 from hybridsched.engines.protocol import Completion, EngineError, EngineInfo, EngineStats, StreamChunk
-from hybridsched.engines.simulated import api
+from hybridsched.engines.simulated import api, tokens
 from hybridsched.engines.simulated.calls import CHAT, COMPLETIONS, Call, Calls
 from hybridsched.engines.simulated.engine import EngineLoop
 from hybridsched.engines.simulated.perf import DEFAULT_PROFILE, load_profile
@@ -89,7 +89,7 @@ class FakeEngine:
             clock=lambda: self._timer.now,
             timer=timer,
         )
-        self._calls = Calls(self._loop, (model,), runner=runner, max_queued=max_queued)
+        self._calls = Calls(self._loop, (model,), runner=runner, max_queued=max_queued, prompt_details=True)
         self._url = url
         self.requests: list[tuple[str, str]] = []
         """(path, request id) of every completion and stream, in order."""
@@ -138,6 +138,10 @@ class FakeEngine:
         """As SIGTERM on vLLM: nothing answers any more, callers meet their own time limits."""
         self.hanging = True
         self._timer.auto = False
+
+    def serve_instead(self, model: str) -> None:
+        """From now on it serves that model, as an engine that was started anew at the same address."""
+        self._calls.models = (model,)
 
     # -- Engine -----------------------------------------------------------------------------------------
 
@@ -205,13 +209,13 @@ class FakeEngine:
         finally:
             self._calls.leave(call)
 
-    async def abort(self, path: str, request_ids: Sequence[str]) -> int:
+    async def abort(self, path: str, request_ids: Sequence[str]) -> None:
         self.aborts.append(tuple(request_ids))
         if not request_ids or path not in (CHAT, COMPLETIONS):
-            return 0
+            return
         await self._reach()
         shape = "chatcmpl-{}" if path == CHAT else "cmpl-{}-0"
-        return self._loop.abort([shape.format(i) for i in request_ids])
+        self._loop.abort([shape.format(i) for i in request_ids])
 
     async def tokenize(self, path: str, body: dict[str, Any]) -> list[int]:
         await self._reach()
@@ -226,13 +230,32 @@ class FakeEngine:
             raise EngineError(str(error), code="bad_request", retryable=False) from error
         return prompts[0]
 
+    async def detokenize(self, model: str | None, token_ids: Sequence[int]) -> str:
+        await self._reach()
+        return tokens.decode(token_ids)
+
     async def pause(self) -> None:
         await self._reach()
-        await self._loop.pause("keep")
+        await self._loop.pause("keep", clear_cache=False)
 
     async def resume(self) -> None:
         await self._reach()
         self._loop.resume()
+
+    async def stands_still(self) -> bool:
+        await self._reach()
+        return self._loop.scheduler.paused
+
+    async def can_sleep(self) -> bool:
+        await self._reach()
+        return True
+
+    async def sleep(self, level: int, *, timeout_s: float) -> None:
+        await self._reach()
+        await self._loop.pause("keep", clear_cache=level > 0)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        await self.resume()
 
     async def close(self) -> None:
         self.closed = True

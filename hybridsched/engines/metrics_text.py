@@ -7,9 +7,12 @@ Values of several engine cores (data parallel) are added; cache use is their mea
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from hybridsched.engines.protocol import EngineInfo, EngineStats
+
+_NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 def _samples(text: bytes, name: bytes) -> list[tuple[bytes, float]]:
@@ -62,11 +65,29 @@ def _buckets(text: bytes, name: bytes) -> tuple[tuple[float, float], ...]:
     """Cumulative counts by upper bound, added over engines and models, in ascending order."""
     sums: dict[float, float] = {}
     for labels, value in _samples(text, name + b"_bucket"):
-        bound = _label(labels, b"le")
-        if bound is not None:
-            upper = float(bound)
+        upper = _bound(_label(labels, b"le"))
+        if upper is not None:
             sums[upper] = sums.get(upper, 0.0) + value
     return tuple(sorted(sums.items()))
+
+
+def _bound(label: str | None) -> float | None:
+    """An upper bound of a bucket; None where there is none that can be read."""
+    try:
+        upper = float(label or "")
+    except ValueError:
+        return None
+    return None if math.isnan(upper) else upper
+
+
+def _awake(text: bytes) -> float | None:
+    """Whether every engine core is awake."""
+    states = [
+        value
+        for labels, value in _samples(text, b"vllm:engine_sleep_state")
+        if _label(labels, b"sleep_state") == "awake"
+    ]
+    return min(states, default=None)
 
 
 def engine_stats(raw: bytes) -> EngineStats:
@@ -79,6 +100,9 @@ def engine_stats(raw: bytes) -> EngineStats:
         prompt_tokens_total=_total(text, b"vllm:prompt_tokens_total"),
         generation_tokens_total=_total(text, b"vllm:generation_tokens_total"),
         iterations_total=_total(text, b"vllm:iteration_tokens_total_count"),
+        awake=_awake(text),
+        cached_tokens_total=_total(text, b"vllm:prompt_tokens_cached_total"),
+        iteration_tokens=_total(text, b"vllm:iteration_tokens_total_sum"),
         preemptions_total=_total(text, b"vllm:num_preemptions_total"),
         prefix_queries_total=_total(text, b"vllm:prefix_cache_queries_total"),
         prefix_hits_total=_total(text, b"vllm:prefix_cache_hits_total"),
@@ -89,18 +113,24 @@ def engine_stats(raw: bytes) -> EngineStats:
 
 def engine_info(models: dict[str, Any], raw: bytes) -> EngineInfo:
     """The answer of /v1/models and the cache configuration in the text of /metrics."""
-    listed = [m for m in models.get("data") or [] if isinstance(m, dict) and isinstance(m.get("id"), str)]
+    data = models.get("data")
+    entries = data if isinstance(data, list) else []
+    listed = [m for m in entries if isinstance(m, dict) and isinstance(m.get("id"), str)]
     lengths = [m["max_model_len"] for m in listed if isinstance(m.get("max_model_len"), int)]
-    blocks = 0
+    blocks = said = 0
     size: int | None = None
     for labels, _ in _samples(b"\n" + raw, b"vllm:cache_config_info"):
         count, each = _label(labels, b"num_gpu_blocks"), _label(labels, b"block_size")
-        if count and each and count.isdigit() and each.isdigit():
+        if count and each and _NUMBER.fullmatch(count) and _NUMBER.fullmatch(each):
             blocks += int(count)
             size = int(each)
+        tokens = _label(labels, b"kv_cache_size_tokens")
+        if tokens and _NUMBER.fullmatch(tokens):
+            said += int(tokens)
     return EngineInfo(
         models=tuple(m["id"] for m in listed),
         max_model_len=min(lengths) if lengths else None,
-        kv_tokens=blocks * size if size and blocks else None,
+        # Where layers keep their past in different ways a token takes several blocks, and vLLM says the sum.
+        kv_tokens=said or (blocks * size if size and blocks else None),
         block_size=size,
     )

@@ -11,15 +11,25 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from hybridsched.engines.checks import answer_problem, bad_answer
 from hybridsched.engines.metrics_text import engine_info, engine_stats
 from hybridsched.engines.protocol import Completion, EngineError, EngineInfo, EngineStats, StreamChunk
 
 _CONTROL_TIMEOUT_S = 5.0
 """For calls that answer at once: health, metrics, aborts. A pause may take one iteration."""
+_SERVER_INFO_TIMEOUT_S = 30.0
+"""vLLM gathers what it says of its machine at the first asking, by running other programs."""
 _KEEP_ALIVE_S = 2.0
 """Below vLLM's 5 s, so that we close an idle connection before it does: a POST on a connection that the
 server is closing fails, and nothing here sends twice."""
 _END_TIMEOUT_S = 0.5
+_MAX_EVENT_BYTES = 64 * 1024 * 1024
+"""Longest line of a stream: an answer without an end must not fill the memory."""
+_MAX_ANSWER_BYTES = 256 * 1024 * 1024
+_MAX_MESSAGE = 2000
+"""Characters of an engine's own words that are passed on: they go into logs and answers."""
+_SSE_LINES = (b":", b"event:", b"id:", b"retry:")
+"""Lines of a stream, besides data, that have a meaning; none of them is of use here."""
 _MAX_CONNECTIONS = 1024
 _JSON_HEADERS = {"Content-Type": "application/json"}
 _PATH_CHAT, _PATH_COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -60,10 +70,12 @@ class VllmHttpEngine:
     ) -> Completion:
         """See `Engine.complete`. The answer comes in one piece, so `timeout_s` bounds all of it."""
         async with self._request("POST", path, body, request_id=request_id, timeout_s=timeout_s) as response:
-            raw = await response.read()
+            raw = await self._read(response, path)
         answer = _answer_body(raw, path, response.status)
         if response.status >= 500:
             raise _server_error(response.status, answer, self._url)
+        if response.status < 400 and (problem := _answer_problem(path, raw, answer)):
+            raise bad_answer(self._url, path, response.status, problem)
         return Completion(status=response.status, body=answer)
 
     async def stream(
@@ -76,29 +88,29 @@ class VllmHttpEngine:
             "POST", path, body, request_id=request_id, timeout_s=None, idle_timeout_s=idle_timeout_s
         ) as response:
             if response.status >= 400:
-                answer = _answer_body(await response.read(), path, response.status)
+                answer = _answer_body(await self._read(response, path), path, response.status)
                 if response.status >= 500:
                     raise _server_error(response.status, answer, self._url)
                 code = "not_found" if response.status == 404 else "bad_request"
                 raise EngineError(
                     _message(answer), code=code, retryable=False, status=response.status, body=answer
                 )
-            async for data in _events(response.content, self._url):
+            if response.status != 200:
+                raise bad_answer(self._url, path, response.status, "it is no stream of events")
+            async for data in _events(response.content, self._url, path):
                 yield StreamChunk(data=data)
 
-    async def abort(self, path: str, request_ids: Sequence[str]) -> int:
+    async def abort(self, path: str, request_ids: Sequence[str]) -> None:
         """See `Engine.abort`. Completions must hold one prompt each; embeddings cannot be ended."""
         if not request_ids:
-            return 0
+            return
         if path == _PATH_COMPLETIONS:
             ids = [f"cmpl-{i}-0" for i in request_ids]
         elif path == _PATH_CHAT:
             ids = [f"chatcmpl-{i}" for i in request_ids]
         else:
-            return 0
-        answer = await self._call("POST", "/abort_requests", {"request_ids": ids})
-        ended = answer.get("aborted")
-        return ended if isinstance(ended, int) else 0
+            return
+        await self._call("POST", "/abort_requests", {"request_ids": ids})
 
     async def tokenize(self, path: str, body: dict[str, Any]) -> list[int]:
         """See `Engine.tokenize`. Raises `EngineError` bad_request where the body has no single prompt."""
@@ -130,6 +142,14 @@ class VllmHttpEngine:
             raise EngineError("/tokenize gave no tokens", code="bad_request", retryable=False)
         return tokens
 
+    async def detokenize(self, model: str | None, token_ids: Sequence[int]) -> str:
+        """See `Detokenizes.detokenize`."""
+        asked: dict[str, Any] = {"tokens": list(token_ids)} | ({"model": model} if model else {})
+        text = (await self._call("POST", "/detokenize", asked)).get("prompt")
+        if not isinstance(text, str):
+            raise EngineError("/detokenize gave no text", code="bad_request", retryable=False)
+        return text
+
     # -- state ------------------------------------------------------------------------------------------
 
     async def info(self) -> EngineInfo:
@@ -141,22 +161,87 @@ class VllmHttpEngine:
         """See `Engine.healthy`."""
         try:
             async with self._request("GET", "/health", None, timeout_s=_CONTROL_TIMEOUT_S) as response:
-                await response.read()
+                await self._read(response, "/health")
                 return response.status == 200
         except EngineError:
             return False
+
+    async def version(self) -> str:
+        """What it says of its version; empty where it says nothing."""
+        try:
+            return str((await self._call("GET", "/version")).get("version") or "")
+        except EngineError:
+            return ""
 
     async def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         return engine_stats(await self._text("/metrics"))
 
     async def pause(self) -> None:
-        """See `Engine.pause`."""
-        await self._call("POST", "/pause?mode=keep")
+        """See `Engine.pause`.
+
+        By a sleep of level 0 where the engine has it: that keeps the KV cache as it is and says so at once.
+        `/pause` says so 20 ms later, and without `clear_cache=false` every request begins again with its
+        prompt.
+        """
+        try:
+            await self._call("POST", "/sleep?level=0&mode=keep")
+        except EngineError as error:
+            if error.code not in ("not_found", "bad_request"):
+                raise
+            await self._call("POST", "/pause?mode=keep&clear_cache=false")
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
+        """See `Engine.resume`. Whichever way it was paused, and by whomever."""
+        if await self._asleep():
+            await self._call("POST", "/wake_up")
         await self._call("POST", "/resume")
+
+    async def sleep(self, level: int, *, timeout_s: float) -> None:
+        """See `Engine.sleep`."""
+        if not await self.can_sleep():
+            raise EngineError(
+                f"engine {self._url} frees no memory by a sleep: it was started without --enable-sleep-mode, "
+                "its platform has none, or it does not say (/server_info, with VLLM_SERVER_DEV_MODE=1)",
+                code="not_supported",
+                retryable=False,
+            )
+        await self._call("POST", f"/sleep?level={level}&mode=keep", timeout_s=timeout_s)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """See `Engine.wake`."""
+        await self._call("POST", "/wake_up", timeout_s=timeout_s)
+        await self._call("POST", "/resume")
+
+    async def stands_still(self) -> bool:
+        """See `Engine.stands_still`."""
+        return await self._asleep() or await self._says("/is_paused", "is_paused")
+
+    async def can_sleep(self) -> bool:
+        """See `Engine.can_sleep`. Without sleep mode vLLM takes a sleep, says that it sleeps, and frees
+        nothing."""
+        try:
+            told = await self._call(
+                "GET", "/server_info?config_format=json", timeout_s=_SERVER_INFO_TIMEOUT_S
+            )
+        except EngineError as error:
+            if error.code in ("not_found", "bad_request"):
+                return False
+            raise
+        config = told.get("vllm_config")
+        model = config.get("model_config") if isinstance(config, dict) else None
+        return isinstance(model, dict) and model.get("enable_sleep_mode") is True
+
+    async def _asleep(self) -> bool:
+        return await self._says("/is_sleeping", "is_sleeping")
+
+    async def _says(self, path: str, what: str) -> bool:
+        try:
+            return (await self._call("GET", path)).get(what) is True
+        except EngineError as error:
+            if error.code == "not_found":
+                return False
+            raise
 
     async def close(self) -> None:
         """See `Engine.close`."""
@@ -185,8 +270,12 @@ class VllmHttpEngine:
         )
         try:
             async with self._client().request(
-                method, self._url + path, data=raw, headers=headers, timeout=timeout
+                method, self._url + path, data=raw, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
+                if 300 <= response.status < 400:
+                    # A prompt goes to the address that the operator gave and nowhere else.
+                    told = response.headers.get("Location", "nowhere")[:_MAX_MESSAGE]
+                    raise bad_answer(self._url, path, response.status, f"it sends us on to {told!r}")
                 yield response
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EngineError(
@@ -205,12 +294,32 @@ class VllmHttpEngine:
                 f"engine {self._url} went away during {path}: {error or type(error).__name__}",
                 code="engine_died",
                 retryable=True,
+                lost=True,
             ) from error
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def _read(self, response: aiohttp.ClientResponse, path: str) -> bytes:
+        """All of an answer. One without an end must not fill the memory."""
+        parts, size = [], 0
+        while part := await response.content.readany():
+            parts.append(part)
+            size += len(part)
+            if size > _MAX_ANSWER_BYTES:
+                raise bad_answer(
+                    self._url, path, response.status, f"it has more than {_MAX_ANSWER_BYTES} bytes"
+                )
+        return b"".join(parts)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = _CONTROL_TIMEOUT_S,
+    ) -> dict[str, Any]:
         """A control call: its JSON answer, or `EngineError` for anything but 200."""
-        async with self._request(method, path, body, timeout_s=_CONTROL_TIMEOUT_S) as response:
-            raw = await response.read()
+        async with self._request(method, path, body, timeout_s=timeout_s) as response:
+            raw = await self._read(response, path)
         answer = _answer_body(raw, path, response.status)
         if response.status >= 500:
             raise _server_error(response.status, answer, self._url)
@@ -226,7 +335,7 @@ class VllmHttpEngine:
 
     async def _text(self, path: str) -> bytes:
         async with self._request("GET", path, None, timeout_s=_CONTROL_TIMEOUT_S) as response:
-            raw = await response.read()
+            raw = await self._read(response, path)
         if response.status != 200:
             raise EngineError(
                 f"engine {self._url} answered {response.status} on {path}",
@@ -237,8 +346,9 @@ class VllmHttpEngine:
         return raw
 
 
-async def _events(content: aiohttp.StreamReader, url: str) -> AsyncIterator[bytes]:
-    """Payloads of server-sent events until [DONE]. A stream that ends without it means the engine died.
+async def _events(content: aiohttp.StreamReader, url: str, path: str) -> AsyncIterator[bytes]:
+    """Payloads of server-sent events until [DONE]. A stream that ends without it means the engine died, one
+    with other lines than events that something else answers.
 
     The lines are split here, since a chunk of the transport may hold many events or a part of one.
     """
@@ -251,8 +361,12 @@ async def _events(content: aiohttp.StreamReader, url: str) -> AsyncIterator[byte
             )
         rest += piece
         *lines, rest = rest.split(b"\n")
+        if len(rest) > _MAX_EVENT_BYTES:
+            raise bad_answer(url, path, 200, f"an event of more than {_MAX_EVENT_BYTES} bytes")
         for line in lines:
             if not line.startswith(b"data:"):
+                if line.strip() and not line.startswith(_SSE_LINES):
+                    raise bad_answer(url, path, 200, f"a line that is no event ({line[:80]!r})")
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
@@ -292,11 +406,17 @@ def _server_error(status: int, answer: dict[str, Any], url: str) -> EngineError:
     )
 
 
+def _answer_problem(path: str, raw: bytes, answer: dict[str, Any]) -> str:
+    problem = answer_problem(path, answer)
+    return f"{problem} (it begins {raw[:80]!r})" if problem else ""
+
+
 def _answer_body(raw: bytes, path: str, status: int) -> dict[str, Any]:
-    """The JSON object in `raw`. What is none (a proxy's page, an empty body) becomes an error object."""
+    """The JSON object in `raw`. What is none (a proxy's page, an empty body, one nested without end) becomes
+    an error object."""
     try:
         value = _decode(raw) if raw else {}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         value = None
     if isinstance(value, dict):
         return value
@@ -306,6 +426,11 @@ def _answer_body(raw: bytes, path: str, status: int) -> dict[str, Any]:
 
 def _message(answer: dict[str, Any]) -> str:
     error = answer.get("error")
-    if isinstance(error, dict):
-        return str(error.get("message") or error)
-    return str(error or answer.get("detail") or answer or "no reason given")
+    try:
+        if isinstance(error, dict):
+            said = str(error.get("message") or error)
+        else:
+            said = str(error or answer.get("detail") or answer or "no reason given")
+    except RecursionError:
+        said = "an error nested too deep to be read"
+    return said[:_MAX_MESSAGE]

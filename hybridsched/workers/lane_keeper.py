@@ -22,6 +22,10 @@ PUBLISH_S = 0.25
 """Between two telemetry records of the lane."""
 
 
+FOLLOW_S = 0.5
+"""Between two looks at who holds a lane that another process keeps."""
+
+
 class LaneKeeper:
     """Keeps one lane after the other, for as long as `run` runs.
 
@@ -36,15 +40,19 @@ class LaneKeeper:
         owner: str,
         seeker: Seeker | None = None,
         lane: str | None = None,
+        holder: str = "",
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `seeker` lanes are taken; without, somebody else has `lane` and its gate alone is followed."""
+        """With `seeker` lanes are taken; without, `holder` has `lane`, and its gate is followed as long as
+        that is so."""
         self._gates = GateStore(client, pool)
         self._holders = LaneHolders(client, pool)
         self._telemetry = TelemetryStore(client, pool)
-        self._owner = owner
+        self.owner = owner
         self._seeker = seeker
         self._lane = lane
+        self._holder = holder
+        self._proof_until_s = 0.0
         self._changed = changed
         self._watch: GateWatch | None = None
         self._tenure: Tenure | None = None
@@ -64,7 +72,9 @@ class LaneKeeper:
         watch, tenure = self._watch, self._tenure
         if watch is None or watch.lease_left_ms <= 0:
             return False
-        return self._seeker is None or (tenure is not None and time.monotonic() < tenure.until_s)
+        if self._seeker is None:
+            return time.monotonic() < self._proof_until_s
+        return tenure is not None and time.monotonic() < tenure.until_s
 
     @property
     def max_inflight(self) -> int:
@@ -82,15 +92,32 @@ class LaneKeeper:
         return self._next is not None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set. Waits through outages of Redis; the lane counts as closed meanwhile."""
+        """Until `stop` is set. Waits through outages of Redis; the lane counts as closed meanwhile.
+
+        Raises:
+            redis.RedisError: see `Seeker.find`.
+        """
         if self._seeker is None:
             async with self._following(self._lane or ""):
-                await stop.wait()
+                await self._follow_holder(self._lane or "", stop)
             return
         while not stop.is_set():
             held, self._next = self._next or await self._seeker.find(stop), None
             if held is not None:
                 await self._keep(held, stop)
+
+    async def _follow_holder(self, lane: str, stop: asyncio.Event) -> None:
+        """The lane counts as long as the holder's lease in Redis says, at the time of each look."""
+        while not stop.is_set():
+            asked_s = time.monotonic()
+            with suppress(RedisError, OSError):
+                found = await self._holders.read_token(lane)
+                ours = found is not None and found[1] is not None and found[1].owner == self._holder
+                self._proof_until_s = asked_s + found[2] if found is not None and ours else 0.0
+                self._note()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FOLLOW_S):
+                    await stop.wait()
 
     async def _keep(self, held: HeldLane, stop: asyncio.Event) -> None:
         self._give_back.clear()
@@ -147,7 +174,7 @@ class LaneKeeper:
         while True:
             before, work = work, int(self.wants)
             record = LaneRecord(
-                lane=place.lane, replica=place.replica, offline_inflight=0, work=work, worker=self._owner
+                lane=place.lane, replica=place.replica, offline_inflight=0, work=work, worker=self.owner
             )
             with suppress(RedisError, OSError):
                 await self._telemetry.publish_lane(record, nudge=work != before)

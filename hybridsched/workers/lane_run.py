@@ -15,15 +15,17 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+from redis import RedisError
 
+from hybridsched import notice
 from hybridsched.log import get_logger
 from hybridsched.process import die_with_parent
-from hybridsched.store.connection import async_client
+from hybridsched.store.connection import async_client, explain
 from hybridsched.store.lane_holders import LaneHolders, Place
 from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.lane_claim import Seeker, owner_name
 from hybridsched.workers.lane_keeper import LaneKeeper
-from hybridsched.workers.slurm_env import HELD_VARIABLE, LEAVE_STATUS, JobPlace, requeue
+from hybridsched.workers.slurm_env import HELD_VARIABLE, LEAVE_STATUS, JobPlace, held_by, requeue
 
 _log = get_logger("lane")
 
@@ -72,6 +74,7 @@ class LaneRun:
         self._news = asyncio.Event()
         self._leave = False
         self._end = False
+        self._owner = owner_name()
 
     def leave(self) -> None:
         """Slurm wants the GPU back, or the time limit is near."""
@@ -87,9 +90,12 @@ class LaneRun:
         """Until the program is done or has failed, or the job has to go. Returns the exit status.
 
         0: done; 75: it goes on in another run; 128 + n: ended by signal n; else what the program ended with.
+
+        Raises:
+            StoreRefused: Redis does not take the login, or its user lacks a right.
         """
         client = async_client(self._url, name="lane-run")
-        owner, place = owner_name(), self._place
+        owner, place = self._owner, self._place
         seeker = Seeker(
             LaneHolders(client, self._pool),
             owner=owner,
@@ -106,6 +112,8 @@ class LaneRun:
         keeping.add_done_callback(lambda _: self._news.set())
         try:
             status = await self._visits(keeping)
+        except RedisError as error:
+            raise explain(error, self._url, "looking for a lane") from error
         finally:
             stop.set()
             with contextlib.suppress(TimeoutError):
@@ -207,10 +215,10 @@ class LaneRun:
         environment |= {
             "HYBRIDSCHED_REDIS_URL": self._url,
             "HYBRIDSCHED_POOL": self._pool,
-            HELD_VARIABLE: "1",
         }
         if place is not None:
             environment |= {
+                HELD_VARIABLE: held_by(self._place, self._owner, place).text(),
                 "HYBRIDSCHED_LANE": place.lane,
                 "HYBRIDSCHED_MODEL": place.model,
                 "HYBRIDSCHED_ENGINE_URL": place.url,
@@ -272,4 +280,6 @@ async def run_on_lane(run: LaneRun) -> int:
     loop.add_signal_handler(signal.SIGUSR2, run.leave)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, run.end)
+    if notice.came():
+        run.leave()
     return await run.run()

@@ -7,12 +7,8 @@ from RQ, and one plans them. `offline_lane` has the pause, `offline_lines` the l
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +19,8 @@ import redis.asyncio
 from redis import RedisError
 
 from hybridsched.core.chunking import Throughput, next_chunk_lines, next_chunk_tokens
-from hybridsched.core.policy import PolicyKind, PoolPolicy
+from hybridsched.core.policy import PolicyKind, PoolPolicy, Rung
+from hybridsched.engines.request_log import RequestLog
 from hybridsched.log import get_logger
 from hybridsched.store.batches import BatchStore
 from hybridsched.store.connection import async_client, redact, sync_client
@@ -31,16 +28,21 @@ from hybridsched.store.errors import StoreError
 from hybridsched.store.events import EventLog
 from hybridsched.store.gates import GateStore
 from hybridsched.store.keys import Keys
+from hybridsched.store.lane_proofs import LaneProofs
 from hybridsched.store.policy import PolicyStore
 from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import LaneRecord, TelemetryStore, decode_replica
+from hybridsched.workers.offline_aside import Aside
 from hybridsched.workers.offline_chunks import ChunkInHand
 from hybridsched.workers.offline_engine import LaneEngine, lane_engine
 from hybridsched.workers.offline_feed import ChunkSize, Feeder
 from hybridsched.workers.offline_folders import Folders
 from hybridsched.workers.offline_lane import Lane
 from hybridsched.workers.offline_link import LaneLink
+from hybridsched.workers.offline_own import OwnEngine
 from hybridsched.workers.offline_rq import ChunkThread
+from hybridsched.workers.offline_takers import Takers, join_all
+from hybridsched.workers.policy_checked import PolicyGuard
 
 _log = get_logger("offline")
 
@@ -65,48 +67,6 @@ SWITCH_S = 0.0005
 5 ms that Python allows by itself."""
 
 
-async def run_offline(
-    *,
-    redis_url: str,
-    pool: str,
-    lane: str,
-    replica: str,
-    model: str,
-    engine_url: str,
-    speed: float,
-    burst: bool = False,
-) -> None:
-    """Run the lane until SIGTERM, SIGINT or SIGUSR2, or with `burst` until no batch is left.
-
-    A stop ends what is in flight and keeps its tokens; chunks go back to the queue with their place. It waits
-    for Redis and for the engine for ever.
-
-    Raises:
-        StoreUrlError: the URL cannot be understood.
-    """
-    sys.setswitchinterval(SWITCH_S)
-    logging.getLogger("rq").setLevel(logging.WARNING)  # it writes six lines for each chunk
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        loop.add_signal_handler(number, stop.set)
-    worker = OfflineWorker(
-        redis_url=redis_url,
-        pool=pool,
-        lane=lane,
-        replica=replica,
-        model=model,
-        engine_url=engine_url,
-        speed=speed,
-        burst=burst,
-    )
-    try:
-        await worker.run(stop)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            loop.remove_signal_handler(number)
-
-
 class OfflineWorker:
     """One lane's worker."""
 
@@ -122,8 +82,14 @@ class OfflineWorker:
         speed: float = 1.0,
         burst: bool = False,
         only: str | None = None,
+        request_log: RequestLog | None = None,
+        own_engine: bool = False,
     ) -> None:
-        """`only`: run that batch alone, as the Slurm job of its user does."""
+        """`only`: run that batch alone, as the Slurm job of its user does. `own_engine`: no other request
+        than the lane's goes to the engine, which stands beside the replica's; a pause may stop all of it."""
+        self._own_engine = own_engine
+        self._own: OwnEngine | None = None
+        self._request_log = request_log
         self._url = redis_url
         self._pool = pool
         self._lane_name = lane
@@ -137,6 +103,7 @@ class OfflineWorker:
         self._name = f"{lane}@{socket.gethostname()}:{os.getpid()}"
         self._keys = Keys(pool)
         self._policy = PoolPolicy(name="default", kind=PolicyKind.IDLE_WINDOW).at_speed(speed)
+        self._guard = PolicyGuard()
         self._throughput = Throughput()
         self._hook: Callable[[], None] = lambda: None
         """What a change in the executor leads to, once the lane is there."""
@@ -160,7 +127,15 @@ class OfflineWorker:
             redis=redact(self._url),
         )
         try:
-            async with lane_engine(self._engine_url, self._policy, on_change=lambda: self._hook()) as engine:
+            lane = lane_engine(
+                self._engine_url,
+                self._policy,
+                model=self._model,
+                on_change=lambda: self._hook(),
+                log=self._request_log,
+                own=self._own_engine,
+            )
+            async with lane as engine:
                 await self._run(stop, client, threads_client, engine)
         finally:
             await client.aclose()
@@ -182,36 +157,59 @@ class OfflineWorker:
         self._link = LaneLink(
             asyncio.get_running_loop(), engine.executor, event=events.append, measured=self._chunk_done
         )
-        self._lane = Lane(self._lane_name, engine.executor, event=events.append, on_open=self._lane_is)
+        if self._own_engine:
+            self._own = OwnEngine(
+                engine.control,
+                lane=self._lane_name,
+                model=self._model,
+                proofs=LaneProofs(client, self._pool),
+                losses=lambda: engine.watch.losses,
+                held=engine.executor.hold,
+                can_sleep=lambda can: self._lane.can_sleep(can),
+            )
+        self._lane = Lane(
+            self._lane_name, engine.executor, event=events.append, on_open=self._lane_is, own=self._own
+        )
         self._hook = self._executor_changed
+        if self._own_engine:
+            # Before the first opening: whether the engine will sleep decides what it is asked there.
+            with suppress(StoreError, RedisError, OSError):
+                self._policy_is(await PolicyStore(client, self._pool).current())
         store = BatchStore(threads_client, self._pool)
-        folders = Folders()
+        folders, aside = Folders(), Aside(store.note_wait)
         feeder = Feeder(
             store,
             threads_client,
             self._link,
             folders,
+            aside,
             model=self._model,
             size=self._chunk_size,
             name=f"feeder-{self._lane_name}",
             only=self._only,
         )
         self._feeder = feeder
-        threads = [
-            ChunkThread(
-                store, self._link, folders, model=self._model, name=f"{self._name}-{i}", only=self._only
-            )
-            for i in range(PIPELINE)
-        ]
+        takers = Takers(
+            lambda number: ChunkThread(
+                store,
+                self._link,
+                folders,
+                aside,
+                model=self._model,
+                name=f"{self._name}-{number}",
+                relieve=lambda: takers.relieve(),
+                only=self._only,
+            ),
+            PIPELINE,
+        )
         watch = GateStore(client, self._pool).watch(self._lane_name, on_change=self._lane.gate_changed)
         async with watch, self._tasks(stop):
             feeder.start()
-            for thread in threads:
-                thread.start()
+            takers.start()
             try:
                 await stop.wait()
             finally:
-                await self._stop(threads, feeder)
+                await self._stop(takers, feeder)
         folders.close()
         with suppress(RedisError, OSError):
             await self._telemetry.withdraw_lane(self._lane_name)
@@ -224,6 +222,14 @@ class OfflineWorker:
             asyncio.create_task(self._publish(stop), name="telemetry"),
             asyncio.create_task(self._keep_partials(), name="keep"),
         ]
+        if self._own is not None:
+            asking = self._own.run(
+                wants_sleep=lambda: Rung.SLEEP in self._policy.pause.ladder,
+                found=self._lane.found,
+                works=lambda: self._lane.is_open,
+            )
+            tasks.append(asyncio.create_task(asking, name="own-engine"))
+            tasks.append(asyncio.create_task(self._keep_unloaded(), name="keep-unloaded"))
         for task in tasks:
             task.add_done_callback(lambda ended: _task_ended(ended, stop))
         try:
@@ -231,26 +237,22 @@ class OfflineWorker:
         finally:
             await end_tasks(*tasks)
 
-    async def _stop(self, threads: list[ChunkThread], feeder: Feeder) -> None:
+    async def _stop(self, takers: Takers, feeder: Feeder) -> None:
         """End what is in flight keeping its tokens, put the chunks down, end the threads."""
         self._lane.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
                 await self._lane.until_quiet()
+                if self._own is not None:
+                    await self._own.settled()
         self._link.stopping.set()
         self._link.fed.set()
-        for taker in threads:
-            taker.wake()
+        takers.wake()
         deadline = time.monotonic() + _STOP_S
-        ending: list[threading.Thread] = [*threads, feeder]
-        for thread in ending:
-            await asyncio.to_thread(thread.join, max(0.1, deadline - time.monotonic()))
-            if thread.is_alive():
-                _log.warning(
-                    "A thread did not end in time; its chunk comes free when its lease ends.",
-                    key="stop_late",
-                    thread=thread.name,
-                )
+        await asyncio.to_thread(takers.join, deadline)
+        await asyncio.to_thread(join_all, [feeder], deadline)
+        if self._own is not None:
+            await self._own.close()
 
     # -- the gate, the policy and the sizes
 
@@ -271,10 +273,7 @@ class OfflineWorker:
             try:
                 async for policy in store.watch():
                     back_off = _BACK_OFF_S[0]
-                    if policy is not None:
-                        self._policy = policy.at_speed(self._speed)
-                        self._engine.admission.policy = self._policy
-                        self._lane.policy_changed(self._policy)
+                    self._policy_is(policy)
             except (StoreError, RedisError, OSError) as error:
                 _log.warning(
                     "The policy could not be read; the last one known stays. It is tried again.",
@@ -283,6 +282,12 @@ class OfflineWorker:
                 )
             await asyncio.sleep(back_off)
             back_off = min(back_off * 2, _BACK_OFF_S[1])
+
+    def _policy_is(self, policy: PoolPolicy | None) -> None:
+        if policy is not None and self._guard.passes(policy):
+            self._policy = policy.at_speed(self._speed)
+            self._engine.admission.policy = self._policy
+            self._lane.policy_changed(self._policy)
 
     def _chunk_size(self, tokens_per_line: float | None) -> ChunkSize:
         """How large the next chunk may be (called by the feeder's thread; reads only)."""
@@ -339,8 +344,10 @@ class OfflineWorker:
                     await self._changed.wait()
 
     async def _publish_once(self) -> None:
-        # Lines whose results have no place on the disk must not run: then the lane has no work to show.
-        work = 0 if self._link.disk_full else self._executor.lines + self._feeder.backlog
+        # An engine of another model has no work from here: its gate would be opened for nothing. One that
+        # fails has: only a request through an open gate can show that it works again.
+        wrong = bool(self._engine.watch.problem)
+        work = 0 if wrong else self._executor.lines + self._feeder.backlog
         record = LaneRecord(
             lane=self._lane_name,
             replica=self._replica,
@@ -349,14 +356,35 @@ class OfflineWorker:
             offline_peak=self._lane.peak(),
             tokens_per_s=self._throughput.tokens_per_s,
             worker=self._name,
+            tag=self._executor.wire.tag,
+            numbers=self._executor.wire.numbers,
+            next_number=self._executor.wire.next_number,
+            model=self._model,
+            problem=self._engine.problem or self._own_problem(),
+            engine=self._engine_url if self._own_engine else "",
+            refusal="" if self._own is None else self._own.refusal,
+            stands="" if self._own is None else self._own.stands,
         )
         nudge = (work > 0) != ((self._published.work or 0) > 0)
         self._published = record
         await self._telemetry.publish_lane(record, nudge=nudge)
+        if self._own is not None:
+            return
         raw: Any = await self._client.get(self._keys.telemetry(self._replica))
         replica = decode_replica(raw)
         if replica is not None and replica.online_inflight is not None:
             self._engine.admission.online_inflight = replica.online_inflight
+
+    def _own_problem(self) -> str:
+        """Why the lane's own engine gets no work; of a shared one its replica's worker says so."""
+        if self._own is None:
+            return ""
+        if self._engine.watch.down:
+            return (
+                f"engine_unhealthy: engine {self._engine_url}, which is the lane's own, does not answer its "
+                "health check; start it again"
+            )
+        return self._own.problem
 
     def _nothing_left(self) -> bool:
         feeder = self._feeder
@@ -371,9 +399,19 @@ class OfflineWorker:
             await self._lane.until_quiet()
             await asyncio.sleep(_KEEP_AFTER_S)
             if self._lane.quiet:
-                for chunk in tuple(self._link.chunks):
-                    chunk.keep()
-                    await asyncio.sleep(0)
+                await self._keep()
+
+    async def _keep_unloaded(self) -> None:
+        """The same when an engine that stood still has given back what it held."""
+        while True:
+            await self._lane.unloaded.wait()
+            self._lane.unloaded.clear()
+            await self._keep()
+
+    async def _keep(self) -> None:
+        for chunk in tuple(self._link.chunks):
+            chunk.keep()
+            await asyncio.sleep(0)
 
 
 def _task_ended(task: asyncio.Task[None], stop: asyncio.Event) -> None:

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from hybridsched.batches.cut import ChunkSpan
-from hybridsched.batches.files import BatchFileError, DiskFullError
+from hybridsched.batches.cut import ChunkSpan, Owns
+from hybridsched.batches.errors import BatchFileError, DiskFullError
 from hybridsched.batches.journal import ChunkJournal
 from hybridsched.batches.records import error_record, output_record
-from hybridsched.batches.validate import LineError, read_span
+from hybridsched.batches.validate import BatchLine, LineError, read_span
 from hybridsched.batches.work import WorkFolder
 from hybridsched.log import get_logger
 from hybridsched.workers import offline_plan as plan
@@ -50,52 +50,100 @@ class ChunkInHand:
         """Why its files cannot be written any more, for another reason than a full disk."""
         self.runs: list[LineRun] = []
         """The lines that have no result yet."""
+        self.full: DiskFullError | None = None
+        """Why results wait in memory: their disk has no space."""
         self.on_settled: Callable[[], None] = lambda: None
+        self.on_full: Callable[[], None] = lambda: None
+        """Told when it begins to wait for space."""
         self._journal = journal
         self._unwritten: list[tuple[int, bytes, bool]] = []
         self._written_kept: dict[int, plan.Kept] = {}
 
     @classmethod
     def load(
-        cls, work: WorkFolder, chunk_no: int, fence: int, span: ChunkSpan, *, sequence: int
+        cls,
+        work: WorkFolder,
+        chunk_no: int,
+        fence: int,
+        span: ChunkSpan,
+        *,
+        sequence: int,
+        owns: Owns | None = None,
     ) -> ChunkInHand:
         """Open the chunk's journal and read its lines; bad ones get their error at once.
 
-        `sequence` orders the chunks in hand: lines of a lower one go first.
+        `sequence` orders the chunks in hand: lines of a lower one go first. `owns`: which lines of its span
+        are the chunk's (`batches.parts`); None: all.
 
         Raises:
             DiskFullError: no space for the journal.
             BatchFileError: the input or the journal cannot be used; the message says why.
         """
-        journal = ChunkJournal.open(work, chunk_no, fence, span)
+        with work.open_input() as file:
+            lines = read_span(file, span.read_from, span.end, span.first_line, work.index.duplicates)
+            if owns is None:
+                return cls._load(work, chunk_no, fence, span, lines, sequence)
+            mine = [line for line in lines if owns(line)]
+        numbers = frozenset(line.line for line in mine)
+        return cls._load(work, chunk_no, fence, span, mine, sequence, numbers)
+
+    @classmethod
+    def _load(
+        cls,
+        work: WorkFolder,
+        chunk_no: int,
+        fence: int,
+        span: ChunkSpan,
+        lines: Iterable[BatchLine | LineError],
+        sequence: int,
+        numbers: frozenset[int] | None = None,
+    ) -> ChunkInHand:
+        journal = ChunkJournal.open(work, chunk_no, fence, span, lines=numbers)
         try:
             chunk = cls(work, chunk_no, fence, span, journal)
-            with work.open_input() as file:
-                for line in read_span(file, span.start, span.end, span.first_line, work.index.duplicates):
-                    if line.line in journal.finished:
-                        continue
-                    if isinstance(line, LineError):
-                        journal.finish_error(line)
-                        continue
-                    kept = _read_kept(journal.kept.get(line.line))
-                    run = LineRun(
-                        batch=chunk.batch,
-                        number=line.line,
-                        custom_id=line.custom_id,
-                        path=line.url,
-                        body=_decode(line.body),
-                        sink=chunk,
-                        order=(sequence, line.line),
-                        raw_bytes=len(line.body),
-                        kept=kept,
-                    )
-                    if run.kept is not None:
-                        chunk._written_kept[line.line] = run.kept
-                    chunk.runs.append(run)
+            for line in lines:
+                if line.line in journal.finished:
+                    continue
+                if isinstance(line, LineError):
+                    journal.finish_error(line)
+                    continue
+                run = chunk._begin(line, sequence)
+                if isinstance(run, LineError):
+                    journal.finish_error(run)
+                    continue
+                if run.kept is not None:
+                    chunk._written_kept[line.line] = run.kept
+                chunk.runs.append(run)
         except BaseException:
             journal.close()
             raise
         return chunk
+
+    def _begin(self, line: BatchLine, sequence: int) -> LineRun | LineError:
+        """A line ready to run. Whatever stands in it, it fails alone."""
+        try:
+            return LineRun(
+                batch=self.batch,
+                number=line.line,
+                custom_id=line.custom_id,
+                path=line.url,
+                body=_decode(line.body),
+                sink=self,
+                order=(sequence, line.line),
+                raw_bytes=len(line.body),
+                kept=_read_kept(self._journal.kept.get(line.line)),
+            )
+        except Exception as error:  # noqa: BLE001 - the edge of one line: a chunk must not be lost for it
+            _log.error(
+                "A line that passed the check cannot be read; it goes to the error file. Report this as a "
+                "defect.",
+                key="line_not_readable",
+                batch=self.batch,
+                line=line.line,
+                error=repr(error)[:300],
+            )
+            what = f"line {line.line}: its body cannot be read ({error!r:.300})"
+            return LineError(line.line, line.offset, line.custom_id, "line_not_readable", what)
 
     @property
     def settled(self) -> bool:
@@ -108,11 +156,17 @@ class ChunkInHand:
 
     def finished(self, run: LineRun, result: LineResult) -> None:
         """Put a line's result into the journal (`LineSink`)."""
+        record, failed = self._record(run, result)
         self.runs.remove(run)
         self.totals.lines += 1
         self.totals.prompt_tokens += result.prompt_tokens
         self.totals.output_tokens += result.output_tokens
         self.totals.recomputed += run.recomputed
+        self._unwritten.append((run.number, record, failed))
+        self.write()
+
+    def _record(self, run: LineRun, result: LineResult) -> tuple[bytes, bool]:
+        """The line for the output or the error file, and whether it is the latter."""
         if result.error_code is None and result.body is not None:
             record = output_record(
                 self.batch,
@@ -122,35 +176,36 @@ class ChunkInHand:
                 request_id=result.request_id,
                 body=result.body,
             )
-        else:
-            record = error_record(
-                self.batch,
-                run.number,
-                run.custom_id,
-                code=result.error_code or "engine_failed",
-                message=f"line {run.number}: {result.error_message}",
-                status_code=result.status_code,
-                request_id=result.request_id,
-            )
-        self._unwritten.append((run.number, record, result.error_code is not None))
-        self.write()
+            return record, False
+        record = error_record(
+            self.batch,
+            run.number,
+            run.custom_id,
+            code=result.error_code or "engine_failed",
+            message=f"line {run.number}: {result.error_message}",
+            status_code=result.status_code,
+            request_id=result.request_id,
+        )
+        return record, True
 
     def write(self) -> None:
         """Put what waits into the journal. With a full disk it goes on waiting; call again later."""
-        was_full = len(self._unwritten) > 1
         try:
             while self._unwritten:
                 number, record, failed = self._unwritten[0]
                 self._journal.finish(number, record, failed=failed)
                 self._unwritten.pop(0)
+            self.full = None
         except DiskFullError as error:
-            if not was_full:
+            if self.full is None:
                 _log.error(
-                    "The disk is full: results wait in memory, the lane takes no chunk until there is space.",
+                    "The disk of a batch is full: its results wait in memory, other batches go on.",
                     key="disk_full",
                     batch=self.batch,
                     error=str(error),
                 )
+                self.full = error
+                self.on_full()
         except BatchFileError as error:
             self.failure = error
         if self.settled:

@@ -7,10 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from hybridsched.core.admission import Capacity, Denial, OfflineAdmission
 from hybridsched.core.policy import PoolPolicy
 from hybridsched.core.values import Budget
-from hybridsched.engines.protocol import Engine, EngineError
+from hybridsched.engines.checks import check_serves
+from hybridsched.engines.protocol import Engine, EngineError, EngineInfo
+from hybridsched.engines.request_log import RequestLog
 from hybridsched.engines.vllm_http import VllmHttpEngine
 from hybridsched.log import get_logger
 from hybridsched.store.tasks import end_tasks
@@ -27,15 +31,21 @@ SILENT_CHECKS = 4
 """Failed checks in a row after which requests in flight are given up: an engine stopped by SIGTERM leaves its
 connections open and never answers."""
 
+MODEL_CHECK_S = 5.0
+"""Between two looks at what a healthy engine serves: it may have been replaced between two health checks."""
+
 _BACK_OFF_S = (0.05, 1.0)
+_SAY_EVERY_S = 30.0
 
 
 class LaneAdmission:
     """Whether one more line may go to the engine: by policy, engine size and online's own requests."""
 
-    def __init__(self, policy: PoolPolicy) -> None:
+    def __init__(self, policy: PoolPolicy, *, own: bool = False) -> None:
+        """`own`: the lane has the engine to itself, so no slot is kept free for online."""
         self.online_inflight = 0
         """Online requests on the same engine, as its replica last said."""
+        self._own = own
         self._policy = policy
         self._engine = Capacity()
         self._admission = self._made()
@@ -61,9 +71,10 @@ class LaneAdmission:
         self._admission = self._made()
 
     def _made(self) -> OfflineAdmission:
-        return OfflineAdmission(
-            policy=self._policy.offline, capacity=self._engine.or_policy(self._policy.engine)
-        )
+        offline = self._policy.offline
+        if self._own:
+            offline = msgspec.structs.replace(offline, slots_for_online=0)
+        return OfflineAdmission(policy=offline, capacity=self._engine.or_policy(self._policy.engine))
 
     def __call__(self, tokens: int, running: int, running_tokens: int, budget: Budget) -> bool:
         """See `offline_lines.Admits`."""
@@ -94,14 +105,31 @@ class EngineWatch:
     """Checks the engine's health; lets lines start only while it answers, gives up requests it lost."""
 
     def __init__(
-        self, control: Engine, executor: LineExecutor, admission: LaneAdmission, *, check_s: float = CHECK_S
+        self,
+        control: Engine,
+        executor: LineExecutor,
+        admission: LaneAdmission,
+        *,
+        model: str | None = None,
+        likely: str | None = None,
+        check_s: float = CHECK_S,
     ) -> None:
+        """`model`: what the engine has to serve. Without it, `likely` from when the engine has served it."""
         self._control = control
         self._executor = executor
         self._admission = admission
+        self._likely = likely
         self._check_s = check_s
         self._now = asyncio.Event()
+        self._checked_s = 0.0
+        self.losses = 0
+        """Health checks that failed so far: after one another process may answer."""
         self.up = False
+        self.down = False
+        """Whether it does not answer its health check, twice in a row at least."""
+        self.problem = ""
+        """Why an engine that answers cannot be used, as code and sentence; empty otherwise."""
+        executor.model = model
         executor.engine_up(False)
 
     def trouble(self, error: EngineError) -> None:
@@ -124,10 +152,22 @@ class EngineWatch:
         while True:
             self._now.clear()
             if await self._healthy():
-                failures, back_off = 0, _BACK_OFF_S[0]
+                failures, back_off, self.down = 0, _BACK_OFF_S[0], False
                 wait_s = self._check_s
+            elif self.problem:
+                # It answers, and is another engine than ours: what it runs for us ends by itself.
+                failures, self.down = 0, False
+                if time.monotonic() - last_said > _SAY_EVERY_S:
+                    last_said = time.monotonic()
+                    _log.error(
+                        "Offline waits: the engine does not serve the model of its lane.",
+                        key="engine_wrong_model",
+                        error=self.problem,
+                    )
+                wait_s, back_off = back_off, min(back_off * 2, _BACK_OFF_S[1])
             else:
                 failures += 1
+                self.down = failures >= 2
                 if failures >= 2 or not self.up:
                     self.up = False
                     self._executor.engine_up(False)
@@ -138,7 +178,7 @@ class EngineWatch:
                         url=self._control.url,
                         requests=lost,
                     )
-                if time.monotonic() - last_said > 30:
+                if time.monotonic() - last_said > _SAY_EVERY_S:
                     last_said = time.monotonic()
                     _log.warning(
                         "The engine does not answer its health check; offline waits. See whether it runs.",
@@ -154,18 +194,40 @@ class EngineWatch:
             await asyncio.sleep(back_off / 2)  # a failing engine must not be asked in a tight loop
 
     async def _healthy(self) -> bool:
+        """Whether the engine is there and ours. `problem` says so when it is there and not ours."""
         if not await self._control.healthy():
+            self.losses += 1
+            self.problem = ""
             return False
-        if self.up:
+        if self.up and time.monotonic() - self._checked_s < MODEL_CHECK_S:
             return True
         try:
             info = await self._control.info()
         except EngineError:
+            self.problem = ""
             return False
+        self._checked_s = time.monotonic()
+        try:
+            self._check_model(info)
+        except EngineError as error:
+            self.problem = f"{error.code}: {error}"
+            self.up = False
+            self._executor.engine_up(False)
+            return False
+        self.problem = ""
+        if self.up:
+            return True
         self._admission.engine_is(Capacity(kv_tokens=info.kv_tokens, max_model_len=info.max_model_len))
         self.up = True
         self._executor.engine_up(True, info)
         return True
+
+    def _check_model(self, info: EngineInfo) -> None:
+        executor = self._executor
+        if executor.model is None and self._likely in info.models:
+            executor.model = self._likely
+        if executor.model is not None:
+            check_serves(info, executor.model, self._control.url)
 
 
 class LaneEngine:
@@ -177,11 +239,16 @@ class LaneEngine:
         control: Engine,
         policy: PoolPolicy,
         *,
+        model: str | None = None,
+        likely: str | None = None,
         settings: LineSettings | None = None,
         check_s: float = CHECK_S,
         on_change: Callable[[], None] = lambda: None,
+        log: RequestLog | None = None,
+        own: bool = False,
     ) -> None:
-        self.admission = LaneAdmission(policy)
+        self.control = control
+        self.admission = LaneAdmission(policy, own=own)
         self.executor = LineExecutor(
             engine,
             control=control,
@@ -189,8 +256,16 @@ class LaneEngine:
             settings=settings,
             on_change=on_change,
             on_trouble=lambda error: self.watch.trouble(error),
+            log=log,
         )
-        self.watch = EngineWatch(control, self.executor, self.admission, check_s=check_s)
+        self.watch = EngineWatch(
+            control, self.executor, self.admission, model=model, likely=likely, check_s=check_s
+        )
+
+    @property
+    def problem(self) -> str:
+        """Why lines wait for an engine that is there, as code and sentence; empty: they do not."""
+        return self.watch.problem or self.executor.proof.problem
 
 
 @asynccontextmanager
@@ -198,13 +273,30 @@ async def lane_engine(
     url: str,
     policy: PoolPolicy,
     *,
+    model: str | None = None,
+    likely: str | None = None,
     api_key: str | None = None,
     settings: LineSettings | None = None,
     on_change: Callable[[], None] = lambda: None,
+    log: RequestLog | None = None,
+    own: bool = False,
 ) -> AsyncIterator[LaneEngine]:
-    """Clients, executor and watch for the engine at `url`; all are closed at the end."""
+    """Clients, executor and watch for the engine at `url`; all are closed at the end.
+
+    `model`, `likely`: see `EngineWatch`; `own`: see `LaneAdmission`.
+    """
     engine, control = VllmHttpEngine(url, api_key=api_key), VllmHttpEngine(url, api_key=api_key)
-    lane = LaneEngine(engine, control, policy, settings=settings, on_change=on_change)
+    lane = LaneEngine(
+        engine,
+        control,
+        policy,
+        model=model,
+        likely=likely,
+        settings=settings,
+        on_change=on_change,
+        log=log,
+        own=own,
+    )
     watching = asyncio.create_task(lane.watch.run(), name="engine-watch")
     try:
         yield lane

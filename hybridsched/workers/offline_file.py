@@ -1,4 +1,4 @@
-"""Run one batch file against one engine, without a store: `hybridsched batch run`.
+"""Run one batch file against engines of one's own, without a store: `hybridsched batch run`.
 
 The same executor, journals and assembly as the offline worker's; the gate is always open. A run that was
 stopped or killed goes on where it was when it is started again with the same input and output.
@@ -7,27 +7,37 @@ stopped or killed goes on where it was when it is started again with the same in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from typing import TypeVar
 
 import msgspec
 
-from hybridsched.batches.assemble import Assembler, Progress
+from hybridsched.batches.assemble import Assembler
 from hybridsched.batches.cut import Cursor, cut_chunk
-from hybridsched.batches.files import DiskFullError
+from hybridsched.batches.errors import DiskFullError
+from hybridsched.batches.progress import Progress
 from hybridsched.batches.work import WorkFolder
 from hybridsched.core.chunking import Throughput, next_chunk_lines, next_chunk_tokens
 from hybridsched.core.policy import OfflinePolicy, PolicyKind, PoolPolicy
 from hybridsched.core.values import Budget
+from hybridsched.engines.protocol import EngineError
+from hybridsched.engines.vllm_http import VllmHttpEngine
 from hybridsched.log import get_logger
 from hybridsched.workers.offline_chunks import ChunkInHand
 from hybridsched.workers.offline_engine import LaneEngine, lane_engine
+from hybridsched.workers.offline_run import LineRun
 
 _log = get_logger("offline")
 _T = TypeVar("_T")
 
 PIPELINE = 2
 """Chunks in hand: while the last lines of one run, the next one fills the engine."""
+
+ENGINE_PATIENCE_S = 300.0
+"""How long an engine may be there and unusable (it fails every request, or serves another model) before the
+run ends. For one that is away it waits for ever."""
 
 _DISK_WAIT_S = (0.5, 10.0)
 
@@ -47,20 +57,25 @@ class RunState(msgspec.Struct, kw_only=True):
 
 async def run_file(
     work: WorkFolder,
-    engine_url: str,
+    engine_urls: Sequence[str],
     *,
     policy: PoolPolicy | None = None,
     api_key: str | None = None,
     stop: asyncio.Event | None = None,
     on_progress: Callable[[RunState], None] = lambda state: None,
 ) -> Progress:
-    """Run the batch of `work` on the engine at `engine_url` until its end, or until `stop` is set.
+    """Run the batch of `work` on the engines at `engine_urls` until its end, or until `stop` is set.
+
+    Of several engines a line goes to one that serves its model; to the first where none does, whose refusal
+    is the line's result. What they serve is asked for once, at the start.
 
     Takes the folder's exclusive lock and keeps it; the caller removes the folder when `at_end` is true and
     the files are wanted no more. While the engine is away or the disk is full it waits.
 
     Raises:
         OutputBusyError: another run works on this batch.
+        EngineError: an engine has been there and unusable for `ENGINE_PATIENCE_S`, and the place is kept; or
+            one of several does not say at the start what it serves.
         BatchFileError: input, journals or output cannot be used; what is finished is kept.
     """
     work.lock_exclusive()
@@ -70,8 +85,64 @@ async def run_file(
             kind=PolicyKind.UNPROTECTED,
             offline=OfflinePolicy(slots_for_online=0, slice_tokens=0),
         )
-    async with lane_engine(engine_url, policy, api_key=api_key) as lane:
-        return await FileRun(work, lane, policy, stop or asyncio.Event(), on_progress).run()
+    asked = work.index.models
+    served = await _models(engine_urls, api_key)
+    async with AsyncExitStack() as stack:
+        lanes = []
+        for url, models in zip(engine_urls, served, strict=True):
+            mine = [name for name in asked if not models or name in models]
+            likely = max(mine, key=lambda name: asked[name]) if mine else None
+            lane = lane_engine(url, policy, likely=likely, api_key=api_key)
+            lanes.append(await stack.enter_async_context(lane))
+        routes = Routes(lanes, served)
+        return await FileRun(work, routes, policy, stop or asyncio.Event(), on_progress).run()
+
+
+async def _models(urls: Sequence[str], api_key: str | None) -> list[frozenset[str]]:
+    """The models of each of several engines; one alone takes every line, so it is not asked."""
+    if len(urls) == 1:
+        return [frozenset()]
+    found = []
+    for url in urls:
+        engine = VllmHttpEngine(url, api_key=api_key)
+        try:
+            found.append(frozenset((await engine.info()).models))
+        finally:
+            await engine.close()
+    return found
+
+
+class Routes:
+    """Several engines, and which lines each of them takes."""
+
+    def __init__(self, lanes: Sequence[LaneEngine], models: Sequence[frozenset[str]]) -> None:
+        self.lanes = list(lanes)
+        self._models = list(models)
+
+    @property
+    def inflight(self) -> int:
+        return sum(lane.executor.inflight for lane in self.lanes)
+
+    @property
+    def problem(self) -> str:
+        """Why an engine that is there cannot be used, as code and sentence; empty: none is so."""
+        return next((lane.problem for lane in self.lanes if lane.problem), "")
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """The largest of their KV caches; None while none is known."""
+        known = [lane.admission.kv_tokens for lane in self.lanes]
+        return max((tokens for tokens in known if tokens is not None), default=None)
+
+    def submit(self, runs: Iterable[LineRun]) -> None:
+        """Hand lines out, each to the engine of its model that has the fewest in hand."""
+        parts: dict[int, list[LineRun]] = {}
+        for run in runs:
+            able = [i for i, models in enumerate(self._models) if run.body.get("model") in models] or [0]
+            place = min(able, key=lambda i: self.lanes[i].executor.lines + len(parts.get(i, ())))
+            parts.setdefault(place, []).append(run)
+        for place, mine in parts.items():
+            self.lanes[place].executor.submit(mine)
 
 
 class FileRun:
@@ -80,14 +151,13 @@ class FileRun:
     def __init__(
         self,
         work: WorkFolder,
-        lane: LaneEngine,
+        routes: Routes,
         policy: PoolPolicy,
         stop: asyncio.Event,
         on_progress: Callable[[RunState], None],
     ) -> None:
         self._work = work
-        self._executor = lane.executor
-        self._admission = lane.admission
+        self._routes = routes
         self._policy = policy.offline
         self._stop = stop
         self._on_progress = on_progress
@@ -96,21 +166,23 @@ class FileRun:
         self._throughput = Throughput()
         self._chunks: list[ChunkInHand] = []
         self._wake = asyncio.Event()
+        self._trouble_s: float | None = None
         self._output_tokens = 0
 
     async def run(self) -> Progress:
-        self._progress = await asyncio.to_thread(self._assembler.restart)
+        progress = await self._patiently(self._assembler.restart)
+        if progress is None:
+            return await asyncio.to_thread(self._assembler.state)
+        self._progress = progress
         cursor: Cursor | None = Cursor(self._progress.offset, self._progress.line)
         if self._progress.at_end:
             cursor = None
         number = self._progress.next_chunk
-        self._executor.admit(
-            Budget(
-                max_inflight=self._policy.max_inflight,
-                chunk_tokens=0,
-                slice_tokens=self._policy.slice_tokens,
-            )
+        budget = Budget(
+            max_inflight=self._policy.max_inflight, chunk_tokens=0, slice_tokens=self._policy.slice_tokens
         )
+        for lane in self._routes.lanes:
+            lane.executor.admit(budget)
         stopping = asyncio.create_task(self._stop.wait())
         stopping.add_done_callback(lambda _: self._wake.set())
         try:
@@ -133,7 +205,7 @@ class FileRun:
         rate = self._throughput.tokens_per_s
         index = self._work.index
         per_line = index.tokens / max(1, index.valid)
-        parallel = self._policy.max_inflight
+        parallel = self._policy.max_inflight * len(self._routes.lanes)
         with self._work.open_input() as file:
             span = await asyncio.to_thread(
                 cut_chunk,
@@ -142,7 +214,7 @@ class FileRun:
                 max_tokens=next_chunk_tokens(
                     self._policy,
                     rate,
-                    kv_tokens=self._admission.kv_tokens,
+                    kv_tokens=self._routes.kv_tokens,
                     tokens_per_line=per_line,
                     parallel=parallel,
                 ),
@@ -152,12 +224,16 @@ class FileRun:
             )
         if span is None:
             return None
-        chunk = await self._patiently(lambda: ChunkInHand.load(self._work, number, 1, span, sequence=number))
+        # A new fence for each attempt: one that met a full disk may have left a journal.
+        fences = itertools.count(1)
+        chunk = await self._patiently(
+            lambda: ChunkInHand.load(self._work, number, next(fences), span, sequence=number)
+        )
         if chunk is None:
             return cursor
         chunk.on_settled = self._wake.set
         self._chunks.append(chunk)
-        self._executor.submit(chunk.runs)
+        self._routes.submit(chunk.runs)
         if chunk.settled:
             self._wake.set()
         return None if span.at_end else Cursor(span.end, span.next_line)
@@ -192,7 +268,25 @@ class FileRun:
             for chunk in self._chunks:
                 if chunk.disk_full:
                     chunk.write()
+        self._give_up_on_engine()
         self._report()
+
+    def _give_up_on_engine(self) -> None:
+        """Nobody may be there to read a warning, and an engine that is there and cannot be used stays so."""
+        problem = self._routes.problem
+        now_s = asyncio.get_running_loop().time()
+        if not problem:
+            self._trouble_s = None
+        elif self._trouble_s is None:
+            self._trouble_s = now_s
+        elif now_s - self._trouble_s > ENGINE_PATIENCE_S:
+            code, _, text = problem.partition(": ")
+            raise EngineError(
+                f"{text}; it has been so for {ENGINE_PATIENCE_S:g} s, and the run ends with its place kept: "
+                "the same command goes on from here",
+                code=code,
+                retryable=True,
+            )
 
     async def _patiently(self, act: Callable[[], _T]) -> _T | None:
         """Do it in a thread, again while the disk is full; None when the run is stopped meanwhile."""
@@ -216,9 +310,10 @@ class FileRun:
 
     async def _leave(self) -> None:
         """End what is in flight and put its tokens down."""
-        await self._executor.end_inflight()
+        await asyncio.gather(*(lane.executor.end_inflight() for lane in self._routes.lanes))
         for chunk in self._chunks:
-            self._executor.withdraw(chunk)
+            for lane in self._routes.lanes:
+                lane.executor.withdraw(chunk)
             await asyncio.to_thread(chunk.leave)
             chunk.close()
         self._report()
@@ -230,7 +325,7 @@ class FileRun:
                 lines=self._work.index.lines,
                 done=self._progress.done + self._progress.failed + sum(done + bad for done, bad in counts),
                 failed=self._progress.failed + sum(bad for _, bad in counts),
-                inflight=self._executor.inflight,
+                inflight=self._routes.inflight,
                 output_tokens=self._output_tokens + sum(c.totals.output_tokens for c in self._chunks),
             )
         )

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from pathlib import Path
 
-from hybridsched.batches.files import (
+from hybridsched.batches.errors import (
+    BatchFileError,
+    FolderGoneError,
     InputChangedError,
     InputUnreadableError,
     NotYoursError,
     OutputChangedError,
 )
+from hybridsched.batches.folder import is_gone
 from hybridsched.batches.work import WorkFolder
 from hybridsched.store.batch_values import BatchInfo
 
 FINAL_ERRORS = (InputChangedError, InputUnreadableError, NotYoursError, OutputChangedError)
 """Errors of a batch's files that no waiting and no other worker can cure."""
+
+
+def trouble_text(error: BatchFileError) -> str:
+    """What to note of a batch that cannot go on from here for now."""
+    return f"{error} (seen on {socket.gethostname()})"
 
 
 class Folders:
@@ -33,7 +43,7 @@ class Folders:
         with self._lock:
             folder = self._open.get(batch.id)
             if folder is None:
-                folder = WorkFolder.open(batch.work)
+                folder = _open(batch)
                 try:
                     folder.lock_shared()
                 except BaseException:
@@ -59,3 +69,15 @@ class Folders:
     def close(self) -> None:
         """Close them all."""
         self.keep_only(set())
+
+
+def _open(batch: BatchInfo) -> WorkFolder:
+    try:
+        return WorkFolder.open(batch.work)
+    except BatchFileError as exc:
+        if isinstance(exc.__cause__, FileNotFoundError) and is_gone(Path(batch.work), batch.uid):
+            raise FolderGoneError(
+                f"{batch.work} is gone: somebody has removed it before the batch had ended. What is in the "
+                "output stays there; submit the input with another --output"
+            ) from exc
+        raise

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,26 +21,33 @@ import msgspec
 import redis
 from redis import RedisError
 
-from hybridsched.batches.files import BatchFileError, OutputBusyError, OutputExistsError
+from hybridsched import notice
+from hybridsched.batches.errors import BatchFileError, OutputBusyError, OutputExistsError
 from hybridsched.batches.layout import plan_files
 from hybridsched.batches.verify import check_files
 from hybridsched.log import get_logger
-from hybridsched.store.batch_values import BatchProgress, BatchStatus, BatchUnknownError
+from hybridsched.store.batch_values import BatchInfo, BatchProgress, BatchStatus, BatchUnknownError
 from hybridsched.store.batches import BatchStore
-from hybridsched.store.connection import async_client, redact, sync_client
-from hybridsched.store.lane_holders import HeldLane, LaneHolders
+from hybridsched.store.connection import async_client, explain, redact, sync_client
+from hybridsched.store.lane_holders import HeldLane, LaneHolders, Models
+from hybridsched.store.patience import hopeless
 from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.lane_claim import Seeker, Tenure, owner_name
 from hybridsched.workers.offline import SWITCH_S, OfflineWorker
 from hybridsched.workers.offline_feed import end_batch
 from hybridsched.workers.offline_folders import Folders
+from hybridsched.workers.offline_job_end import Outcome, say_ended, say_left
 from hybridsched.workers.offline_submit import submit_file
-from hybridsched.workers.slurm_env import LEAVE_STATUS, JobPlace
+from hybridsched.workers.slurm_env import JobPlace
 
 _log = get_logger("job")
 _T = TypeVar("_T")
 
 _LOOK_S = 0.5
+_SAY_CLOSED_S = 5.0
+"""A lane that has been closed for this long is said once in the job's log: Slurm may start more jobs than
+lanes are open, and shows each as running."""
+
 _BATCH_LOOK_S = 1.0
 _PROGRESS_S = 60.0
 _BUSY_S = 60.0
@@ -49,16 +55,6 @@ _BUSY_S = 60.0
 of a local run."""
 
 _BACK_OFF_S = (0.2, 5.0)
-
-
-class Outcome(IntEnum):
-    """How a run of the job ended, as its exit status."""
-
-    COMPLETE = 0
-    ENDED = 1
-    """The batch ended otherwise: failed, cancelled or past its deadline."""
-    LEFT = LEAVE_STATUS
-    """Its place is kept; another run goes on from there."""
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +94,8 @@ class OfflineJob:
         self._output = output
         self._errors = errors
         self._model = model
+        self._models: Models = model
+        """Which lanes the batch needs; None: any."""
         self._deadline_in_ms = deadline_in_ms
         self._speed = speed
         self._options = options or JobOptions()
@@ -108,6 +106,13 @@ class OfflineJob:
         """Whether a worker stands on a lane: it ends the batch by itself then."""
         self._open_s = time.monotonic()
         """When a lane was last open."""
+        self.told: int | None = None
+        """The first signal that ended the run."""
+
+    def tell(self, number: int, stop: asyncio.Event) -> None:
+        """Signal `number` has come: leave."""
+        self.told = self.told or number
+        stop.set()
 
     async def run(self, stop: asyncio.Event) -> Outcome:
         """Run until the batch has ended or `stop` is set; waits for Redis, lanes and engines.
@@ -115,6 +120,7 @@ class OfflineJob:
         Raises:
             BatchFileError: a file of the batch cannot be used.
             StoreUrlError: the URL cannot be understood.
+            StoreRefused: Redis does not take the login, or its user lacks a right.
         """
         client = async_client(self._url, name="offline-job")
         self._client = sync_client(self._url, name="offline-job")
@@ -135,6 +141,8 @@ class OfflineJob:
             return await self._work(client, stop)
         except _StopError:
             return Outcome.LEFT
+        except RedisError as error:
+            raise explain(error, self._url, "running the batch as a Slurm job") from error
         finally:
             self._folders.close()
             self._client.close()
@@ -151,7 +159,7 @@ class OfflineJob:
         while True:
             try:
                 made = await self._patiently(stop, lambda: self._submit(stop))
-            except OutputBusyError:
+            except (OutputBusyError, BatchUnknownError):  # the latter: the store was emptied meanwhile
                 if time.monotonic() > patience_s:
                     raise
                 await _sleep(stop, _BACK_OFF_S[1] / 10)
@@ -181,17 +189,22 @@ class OfflineJob:
             jobs_only=True,
             progress=look,
         )
-        self._model = self._model or made.batch.model
+        self._needs(made.batch)
         _log.info(
             "The batch goes on from where it was." if made.resumed else "The batch begins.",
             key="job_batch",
             batch=made.batch.id,
             lines=made.index.lines,
             invalid=made.index.invalid,
-            model=made.batch.model,
+            model=", ".join(made.batch.models) or None,
             output=made.batch.output,
         )
         return made.batch.id
+
+    def _needs(self, batch: BatchInfo) -> None:
+        """Take up which models' lanes the batch needs: of one with parts, those of which lines are left."""
+        models = batch.models
+        self._models = self._model or (models[0] if len(models) == 1 else models or None)
 
     def _complete_before(self) -> bool:
         files = plan_files(self._source, "job", output=self._output, errors=self._errors)
@@ -232,6 +245,7 @@ class OfflineJob:
                 found = self._store.progress(self._batch_id)
         except BatchUnknownError:
             return None
+        self._needs(found.batch)
         return found
 
     # -- lanes
@@ -239,7 +253,7 @@ class OfflineJob:
     async def _work(self, client: redis.asyncio.Redis, stop: asyncio.Event) -> Outcome:
         holders = LaneHolders(client, self._pool)
         place = self._place
-        seeker = Seeker(holders, owner=owner_name(), job=place.job, node=place.node, model=self._model)
+        seeker = Seeker(holders, owner=owner_name(), job=place.job, node=place.node)
         while True:
             watching = [
                 asyncio.create_task(self._watch_batch(stop), name="batch"),
@@ -253,9 +267,11 @@ class OfflineJob:
                 await end_tasks(*watching)
             found = None if stop.is_set() else await self._patiently(stop, self._look)
             if stop.is_set() or (found is not None and not found.batch.status.ended):
-                return self._left(stop)
+                # Without a signal of its own it was the notice that had come before.
+                told = (self.told or signal.SIGUSR2) if stop.is_set() else None
+                return say_left(self._batch_id, told=told)
             if found is not None:
-                return self._ended(found)
+                return say_ended(found)
             _log.warning("The store has lost the batch; it is registered again.", key="batch_lost")
             self._over.clear()
             if await self._register(stop):
@@ -272,6 +288,7 @@ class OfflineJob:
         while not self._over.is_set():
             patience_s = self._open_s + self._options.leave_after_s - time.monotonic()
             if held is None:
+                seeker.model = self._models
                 held = await seeker.find(self._over, within_s=max(0.0, patience_s))
             if held is None:
                 return
@@ -297,9 +314,20 @@ class OfflineJob:
         self._busy = True
         running = asyncio.create_task(worker.run(leave), name="lane")
         other: HeldLane | None = None
+        said = False
         try:
             while not (running.done() or self._over.is_set() or tenure.lost.is_set()):
                 closed_s = worker.closed_for_s
+                if closed_s >= _SAY_CLOSED_S and not said:
+                    said = True
+                    _log.info(
+                        "The lane is closed: the job waits, and runs nothing meanwhile.",
+                        key="job_waits",
+                        lane=place.lane,
+                        closed_s=round(closed_s, 1),
+                    )
+                said = said and bool(closed_s)
+                seeker.model = self._models
                 if not closed_s:
                     self._open_s = time.monotonic()
                 elif time.monotonic() - self._open_s > self._options.leave_after_s:
@@ -325,41 +353,16 @@ class OfflineJob:
             await _sleep(self._over, 2 * _BATCH_LOOK_S)  # it has ended the batch: no other lane is wanted
         return other
 
-    # -- the end
-
-    def _left(self, stop: asyncio.Event) -> Outcome:
-        why = "it was told to leave" if stop.is_set() else "no lane of this node has been open for long"
-        _log.info(
-            "The job leaves with its place kept; its next run goes on from here.",
-            key="job_leaves",
-            batch=self._batch_id,
-            why=why,
-        )
-        return Outcome.LEFT
-
-    def _ended(self, found: BatchProgress) -> Outcome:
-        batch = found.batch
-        complete = batch.status is BatchStatus.COMPLETED
-        (_log.info if complete else _log.error)(
-            "The batch is complete." if complete else "The batch has ended before all of it had run.",
-            key="job_complete" if complete else "job_ended",
-            batch=batch.id,
-            status=batch.status.value,
-            why=batch.message or batch.stop,
-            done=found.done,
-            failed=found.failed,
-            output=batch.output,
-            errors=batch.errors,
-        )
-        return Outcome.COMPLETE if complete else Outcome.ENDED
-
     async def _patiently(self, stop: asyncio.Event, act: Callable[[], _T]) -> _T:
-        """Do it in a thread, again while Redis is away. Raises `_StopError` when told to leave meanwhile."""
+        """Do it in a thread, again while Redis is away; what will not come right by itself is raised.
+        Raises `_StopError` when told to leave meanwhile."""
         wait_s = _BACK_OFF_S[0]
         while True:
             try:
                 return await asyncio.to_thread(act)
             except RedisError as error:
+                if hopeless(error):
+                    raise
                 if wait_s >= 1.0:
                     _log.warning(
                         "Redis cannot be reached; trying again. Check that the server runs.",
@@ -391,7 +394,9 @@ async def run_offline_job(job: OfflineJob) -> Outcome:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, job.tell, number, stop)
+    if notice.came():
+        stop.set()
     try:
         return await job.run(stop)
     except BatchFileError as error:

@@ -66,10 +66,6 @@ class LaneLink:
             self.closed_since_s = time.monotonic()
             self.gate.clear()
 
-    @property
-    def disk_full(self) -> bool:
-        return any(chunk.disk_full for chunk in tuple(self.chunks))
-
     def begin(self, chunk: ChunkInHand) -> None:
         """Hand a chunk's lines to the executor."""
         taker = threading.get_ident()

@@ -21,6 +21,9 @@ OFFLINE_PRIORITY = 1000
 """Lower number = earlier under `--scheduling-policy priority`; ignored by an engine that is first come first
 served. Online requests carry 0, 1 or 2."""
 
+_MAX_TOKEN_ID = 2**31
+"""Ids of tokens lie below this: engines hold them as 32-bit numbers."""
+
 _CHARS_PER_TOKEN = 4
 """A rule of thumb for English text; only for planning, the engine's own count replaces it."""
 
@@ -173,10 +176,9 @@ def estimate_prompt_tokens(shape: Shape, body: dict[str, Any], raw_bytes: int) -
 def own_request(shape: Shape, body: dict[str, Any]) -> dict[str, Any]:
     """The user's own request as it is sent: not streamed, our priority, token ids returned where useful."""
     sent = {key: value for key, value in body.items() if key not in _OURS}
-    if shape.path in _PROMPTS:
-        sent["priority"] = OFFLINE_PRIORITY
-        if shape.continuable:
-            sent["return_token_ids"] = True
+    sent["priority"] = OFFLINE_PRIORITY  # vLLM takes it for embeddings too
+    if shape.continuable:
+        sent["return_token_ids"] = True
     return sent
 
 
@@ -214,6 +216,22 @@ def remaining_tokens(shape: Shape, kept: Kept, max_model_len: int | None) -> int
     return max(0, min(limits))
 
 
+def kept_problem(answer: dict[str, Any], most: int | None) -> str:
+    """What keeps the tokens of an answer that was ended early from being tokens of ours; empty: nothing.
+
+    `most`: output tokens that were asked for; None: no limit.
+    """
+    for choice in answer.get("choices") or ():
+        ids = choice.get("token_ids")
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < _MAX_TOKEN_ID for i in ids):
+            return "token_ids that are none"
+        if most is not None and len(ids) > max(1, most):
+            return f"{len(ids):,} token_ids, of at most {most:,} that were asked for"
+    return ""
+
+
 def keep(
     shape: Shape, answer: dict[str, Any], earlier: Kept | None, known_ids: list[int] | None
 ) -> Kept | None:
@@ -231,7 +249,7 @@ def keep(
     prompt_ids = earlier.prompt_ids if earlier else known_ids
     if prompt_ids is None:
         prompt_ids = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-    if not prompt_ids or not text or _seam_unsafe(text, shape.stops):
+    if not isinstance(prompt_ids, list) or not prompt_ids or not text or _seam_unsafe(text, shape.stops):
         return earlier
     return Kept(
         prompt_ids=prompt_ids,
@@ -239,6 +257,43 @@ def keep(
         text=(earlier.text if earlier else "") + text,
         body=earlier.body if earlier else _without_parts(answer),
     )
+
+
+SEAM_TOKENS = 8
+"""Tokens from whose text one sees whether the last character is whole: one of UTF-8 has at most four bytes, a
+token at least one."""
+
+FRAGMENT = "\ufffd"
+"""What bytes that are no whole character read as."""
+
+
+def whole_characters(text: str) -> bool:
+    """Whether tokens that read so end with a whole character.
+
+    An engine holds back the text of one that is not, so what is kept would lack it; and one that goes on from
+    the middle of a character writes another text than one that never stopped: vLLM writes the prompt again.
+    """
+    return not text.endswith(FRAGMENT)
+
+
+def ends_with(text: str, alone: str) -> bool:
+    """Whether a text ends with a token that reads `alone` by itself, and is whole by itself."""
+    return alone != "" and FRAGMENT not in alone and text.endswith(alone)
+
+
+def shows(text: str, alone: str) -> bool:
+    """Whether a token that reads `alone` by itself can be seen in a text.
+
+    A special one cannot, nor one of a vocabulary's padding; a part of a character is taken to.
+    """
+    return FRAGMENT in alone or (alone != "" and alone in text)
+
+
+def one_token_less(kept: Kept) -> Kept | None:
+    """The same without its last token, whose text was held back; None when none is left."""
+    if len(kept.token_ids) <= 1:
+        return None
+    return msgspec.structs.replace(kept, token_ids=kept.token_ids[:-1])
 
 
 def _text_of(choice: dict[str, Any]) -> str | None:
@@ -255,18 +310,19 @@ def _text_of(choice: dict[str, Any]) -> str | None:
 
 def _seam_unsafe(text: str, stops: tuple[str, ...]) -> bool:
     """Whether a character or a stop string may be cut by the seam: then its other half would be missed."""
-    if text.endswith("\ufffd"):
+    if text.endswith(FRAGMENT):
         return True
     return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
 def _without_parts(answer: dict[str, Any]) -> dict[str, Any]:
     choice = dict((answer.get("choices") or [{}])[0])
-    for key in ("token_ids", "prompt_token_ids", "text"):
-        choice.pop(key, None)
+    _blank_ids(choice)
+    choice.pop("text", None)
     if "message" in choice:
         choice["message"] = {**choice["message"], "content": ""}
-    rest = {k: v for k, v in answer.items() if k not in ("choices", "prompt_token_ids")}
+    rest = {k: v for k, v in answer.items() if k != "choices"}
+    _blank_ids(rest)
     return {**rest, "choices": [choice]}
 
 
@@ -306,11 +362,17 @@ def final_body(
 
 
 def _strip_ids(answer: dict[str, Any]) -> dict[str, Any]:
-    answer.pop("prompt_token_ids", None)
+    _blank_ids(answer)
     for choice in answer.get("choices") or ():
-        choice.pop("token_ids", None)
-        choice.pop("prompt_token_ids", None)
+        _blank_ids(choice)
     return answer
+
+
+def _blank_ids(part: dict[str, Any]) -> None:
+    """As the engine leaves its fields for token ids where nobody asks for them: there, and null."""
+    for key in ("token_ids", "prompt_token_ids"):
+        if key in part:
+            part[key] = None
 
 
 def completion_tokens(answer: dict[str, Any] | None) -> int:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 
 from redis import RedisError
 
 from hybridsched.batches.assemble import Assembler
 from hybridsched.batches.cut import ChunkSpan
-from hybridsched.batches.files import BatchFileError, DiskFullError
+from hybridsched.batches.errors import BatchFileError, DiskFullError
+from hybridsched.batches.parts import owner_of_chunk
+from hybridsched.batches.progress import Progress
 from hybridsched.batches.work import WorkFolder
 from hybridsched.log import get_logger
 from hybridsched.store.batch_values import BatchStatus, ClaimedChunk, ClaimRefused
 from hybridsched.store.batches import BatchStore
 from hybridsched.store.errors import StoreError
+from hybridsched.workers.offline_aside import Aside
 from hybridsched.workers.offline_chunks import ChunkInHand
 from hybridsched.workers.offline_folders import FINAL_ERRORS, Folders
 from hybridsched.workers.offline_link import LaneLink
@@ -52,16 +56,25 @@ class ChunkThread(threading.Thread):
         store: BatchStore,
         link: LaneLink,
         folders: Folders,
+        aside: Aside,
         *,
         model: str,
         name: str,
+        relieve: Callable[[], bool],
         only: str | None = None,
     ) -> None:
-        """`only`: take chunks of that batch alone."""
+        """`relieve` starts another thread in the place of this one, or says that there are too many. `only`:
+        take chunks of that batch alone."""
         super().__init__(name=name, daemon=True)
         self._store = store
+        self._model = model
         self._link = link
         self._folders = folders
+        self._aside = aside
+        self._relieve = relieve
+        self._relieved = False
+        self._stuck = False
+        """Whether the chunk in hand waits for space on its disk."""
         self._wake = threading.Event()
         self._rq = store.worker(model, self._run_chunk, name=name, only=only)
         self._back_off_s = _BACK_OFF_S[0]
@@ -71,15 +84,12 @@ class ChunkThread(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        """Until `LaneLink.stopping` is set."""
+        """Until `LaneLink.stopping` is set, or another thread has taken its place."""
         link = self._link
         try:
-            while not link.stopping.is_set():
+            while not (link.stopping.is_set() or self._relieved):
                 # The gate is checked before every chunk; a chunk taken just before it closes waits in hand.
                 if not link.gate.wait(0.2):
-                    continue
-                if link.disk_full:
-                    link.stopping.wait(BEAT_S)
                     continue
                 if not link.may_take():
                     link.stopping.wait(_LOOK_S)
@@ -89,6 +99,9 @@ class ChunkThread(threading.Thread):
                     self._back_off_s = _BACK_OFF_S[0]
                 except (RedisError, OSError) as error:
                     self._outage(error)
+                except Exception:  # noqa: BLE001 - the loop's outer edge: a lane without it takes fewer chunks
+                    _log.exception("A chunk could not be taken; the next one is tried.", key="take_failed")
+                    link.stopping.wait(_BACK_OFF_S[1])
                 finally:
                     link.taken(threading.get_ident())
         finally:
@@ -109,29 +122,29 @@ class ChunkThread(threading.Thread):
 
     def _run_chunk(self, batch_id: str, chunk_no: int) -> None:
         """One RQ job (see `store.rq_chunks`)."""
-        claimed = self._store.claim_chunk(batch_id, chunk_no, owner=self.name, lease_ms=LEASE_MS)
+        if self._aside.holds(batch_id):
+            return  # the sweep makes it a new job; a worker that can use its files may have that one
+        claimed = self._store.claim_chunk(
+            batch_id, chunk_no, owner=self.name, lease_ms=LEASE_MS, model=self._model
+        )
         if isinstance(claimed, ClaimRefused):
             return
         self._link.fed.set()
         try:
             work = self._folders.get(claimed.batch)
-            if Assembler(work).state().next_chunk > chunk_no:
+            state = Assembler(work).state()
+            if state.holds(chunk_no):
                 # Its results are in the output already; only the acknowledgement was lost.
                 self._acknowledge(claimed, done=claimed.chunk.lines, failed=0, output_tokens=0)
                 return
             chunk = ChunkInHand.load(
-                work, chunk_no, claimed.fence, _span(claimed), sequence=next(self._sequence)
+                work,
+                chunk_no,
+                claimed.fence,
+                _span(claimed),
+                sequence=next(self._sequence),
+                owns=owner_of_chunk(state, chunk_no),
             )
-        except DiskFullError as error:
-            _log.error(
-                "The disk is full: the chunk goes back to the queue and is tried again.",
-                key="disk_full",
-                batch=batch_id,
-                error=str(error),
-            )
-            self._give_back(claimed)
-            self._link.stopping.wait(_BACK_OFF_S[1])
-            return
         except BatchFileError as error:
             self._unusable(claimed, error)
             return
@@ -139,12 +152,27 @@ class ChunkThread(threading.Thread):
             self._hold(claimed, chunk, work)
         finally:
             chunk.close()
+            if self._stuck:
+                self._stuck = False
+                self._aside.unstuck(batch_id)
+
+    def _wait_for_space(self, claimed: ClaimedChunk, error: DiskFullError) -> bool:
+        """The chunk's disk is full: its batch waits, and its place in the lane goes to another thread.
+
+        False: so many wait already that this chunk must be given back, and what is not on the disk run again.
+        """
+        if self._stuck:
+            return True
+        self._stuck = True
+        self._aside.stuck(claimed.batch.id, error)
+        self._relieved = self._relieved or self._relieve()
+        return self._relieved
 
     def _hold(self, claimed: ClaimedChunk, chunk: ChunkInHand, work: WorkFolder) -> None:
         """Wait until the chunk is settled, renewing its lease; then put it down for good, or give it back."""
         link = self._link
         self._wake.clear()
-        chunk.on_settled = self._wake.set
+        chunk.on_settled = chunk.on_full = self._wake.set
         link.begin(chunk)
         rq_beat_s = beat_s = time.monotonic()
         while True:
@@ -153,6 +181,9 @@ class ChunkThread(threading.Thread):
             self._wake.wait(max(0.0, beat_s + BEAT_S - time.monotonic()))
             self._wake.clear()
             now_s = time.monotonic()
+            if chunk.full is not None and not self._wait_for_space(claimed, chunk.full):
+                self._leave(claimed, chunk, again=False)
+                return
             if not chunk.settled and (link.stopping.is_set() or self._better_elsewhere(chunk, now_s)):
                 self._leave(claimed, chunk)
                 return
@@ -217,12 +248,11 @@ class ChunkThread(threading.Thread):
             return
         done, failed = chunk.counts
         took_s = time.monotonic() - chunk.started_s
-        next_chunk = 0
+        progress, full = Progress(), None
         try:
-            next_chunk = Assembler(work).advance().next_chunk
+            progress = Assembler(work).advance()
         except DiskFullError as error:
-            # The chunk itself is on the disk; whoever comes next appends it.
-            _log.error("The disk is full: the output waits for space.", key="disk_full", error=str(error))
+            full = error  # the chunk itself is on the disk; whoever comes next appends it
         except BatchFileError as error:
             self._link.withdraw(chunk, keep=False)
             self._unusable(claimed, error)
@@ -232,9 +262,13 @@ class ChunkThread(threading.Thread):
             self._link.withdraw(chunk, keep=False)
             return
         self._link.finish(chunk, took_s)
+        if full is None:
+            self._aside.went_on(claimed.batch.id)
+        else:
+            self._aside.put(claimed.batch.id, full)
         self._link.fed.set()
         try:
-            self._store.mark_assembled(claimed.batch.id, next_chunk)
+            self._store.mark_assembled(claimed.batch.id, progress.holds)
         except (RedisError, OSError) as error:
             _log.debug("Chunks in the output stay in the ledger for now.", error=str(error))
 
@@ -244,9 +278,9 @@ class ChunkThread(threading.Thread):
             try:
                 chunk.seal()
             except DiskFullError as error:
-                _log.error(
-                    "The disk is full: a finished chunk waits for space.", key="disk_full", error=str(error)
-                )
+                if not self._wait_for_space(claimed, error):
+                    self._leave(claimed, chunk, again=False)
+                    return False
                 if self._link.stopping.wait(BEAT_S):
                     self._leave(claimed, chunk)
                     return False
@@ -276,16 +310,21 @@ class ChunkThread(threading.Thread):
                     return False  # it is on the disk: whoever claims it next only acknowledges
                 wait_s = min(wait_s * 2, _BACK_OFF_S[1])
 
-    def _leave(self, claimed: ClaimedChunk, chunk: ChunkInHand) -> None:
+    def _leave(self, claimed: ClaimedChunk, chunk: ChunkInHand, *, again: bool = True) -> None:
         """Give the chunk back with all that is known of its lines."""
         self._link.withdraw(chunk, keep=True)
         chunk.leave()
         done, failed = chunk.counts
-        self._give_back(claimed, done=done, failed=failed)
+        self._give_back(claimed, done=done, failed=failed, again=again)
 
-    def _give_back(self, claimed: ClaimedChunk, *, done: int = 0, failed: int = 0) -> None:
+    def _give_back(
+        self, claimed: ClaimedChunk, *, done: int = 0, failed: int = 0, again: bool = True
+    ) -> None:
+        """Release the chunk. Without `again` it is not the next to be taken."""
         try:
-            self._store.release_chunk(claimed.batch.id, claimed.no, claimed.fence, done=done, failed=failed)
+            self._store.release_chunk(
+                claimed.batch.id, claimed.no, claimed.fence, done=done, failed=failed, again=again
+            )
         except (RedisError, OSError) as error:
             _log.warning(
                 "A chunk could not be given back; it comes free when its lease ends.",
@@ -297,7 +336,8 @@ class ChunkThread(threading.Thread):
     def _unusable(self, claimed: ClaimedChunk, error: BatchFileError, *, acknowledged: bool = False) -> None:
         """The batch's files cannot be used: for ever, or from here, or for now."""
         batch_id = claimed.batch.id
-        self._folders.forget(batch_id)
+        if not isinstance(error, DiskFullError):
+            self._folders.forget(batch_id)
         if isinstance(error, FINAL_ERRORS):
             _log.error(
                 "A batch cannot go on and is failed; what is finished stays in its work folder.",
@@ -310,14 +350,8 @@ class ChunkThread(threading.Thread):
             except (StoreError, RedisError, OSError) as refused:
                 _log.warning("The batch's end could not be noted.", key="fail_failed", error=str(refused))
             return
-        _log.warning(
-            "A chunk cannot be run from here now; it goes back to the queue.",
-            key="chunk_unusable",
-            batch=batch_id,
-            error=str(error),
-        )
-        self._give_back(claimed)
-        self._link.stopping.wait(_BACK_OFF_S[1])
+        self._aside.put(batch_id, error)
+        self._give_back(claimed, again=False)
 
 
 def _span(claimed: ClaimedChunk) -> ChunkSpan:
@@ -330,4 +364,5 @@ def _span(claimed: ClaimedChunk) -> ChunkSpan:
         tokens=chunk.tokens,
         next_line=chunk.next_line,
         at_end=chunk.at_end,
+        skip=chunk.skip,
     )

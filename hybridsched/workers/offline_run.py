@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from hybridsched.core.orphans import PREFIX
+from hybridsched.engines.checks import model_missing
+from hybridsched.engines.protocol import Completion, EngineError
 from hybridsched.workers import offline_plan as plan
 
 DEFAULT_BLOCK = 16
@@ -66,12 +69,20 @@ class LineRun:
             if self.prompt_ids is not None
             else plan.estimate_prompt_tokens(self.shape, body, raw_bytes)
         )
+        self.request_id = f"{PREFIX}{batch}-{number}"
+        """The id of its last request; before the first one, where it comes from."""
         self.attempt = 0
         """Requests sent for this line, slices included."""
         self.deaths = 0
         """How often the engine failed while it ran."""
+        self.blamed = False
+        """One of those failures was one that a line can cause: the engine said that it failed, or hung."""
+        self.last_error: EngineError | None = None
+        """With what the engine failed the last time."""
         self.counts_as_death = False
         """Set before its connection is closed because the engine no longer answers."""
+        self.told_to_end = False
+        """Whether the engine was asked to end its request in flight."""
         self.closed_young = False
         """Set before its connection is closed because the request was too young for an abort to find it."""
         self.dropped = False
@@ -87,15 +98,11 @@ class LineRun:
         if self.kept:
             self.computed = len(self.kept.prompt_ids) + len(self.kept.token_ids) - 1
 
-    def next_request_id(self) -> str:
-        """A fresh id; the engine must not see one twice at a time."""
+    def sent_as(self, request_id: str) -> None:
+        """Another request for the line is on its way, under this id."""
         self.attempt += 1
-        return self.request_id
-
-    @property
-    def request_id(self) -> str:
-        """The id of the last request."""
-        return f"hsoff-{self.batch}-{self.number}-{self.attempt}"
+        self.told_to_end = False
+        self.request_id = request_id
 
     def planned_tokens(self, max_model_len: int | None) -> int:
         """KV cache the line may come to need: prompt and most output, in tokens."""
@@ -160,10 +167,46 @@ def failure(run: LineRun, code: str, message: str, *, status: int | None = None)
     return LineResult(request_id=run.request_id, status_code=status, error_code=code, error_message=message)
 
 
-def engine_failed(run: LineRun) -> LineResult:
-    """The end of a line that the engine does not survive."""
+def engine_failed(run: LineRun, error: EngineError | None) -> LineResult:
+    """The end of a line that the engine does not survive, or answers with nonsense each time."""
+    if error is not None and error.code == "engine_bad_answer":
+        message = (
+            f"the engine gave {run.deaths} times what is no answer, and answers other requests well; "
+            f"the line is not tried again ({error})"
+        )
+        return failure(run, "engine_bad_answer", message, status=error.status)
     message = (
         f"the engine failed {run.deaths} times while it ran this line, at last with nothing else in it; "
         "the line is not tried again"
     )
     return failure(run, "engine_failed", message)
+
+
+def refusal(run: LineRun, answer: Completion, model: str | None) -> LineResult:
+    """How a line ends that the engine has refused with a 4xx. `model`: what the engine has to serve.
+
+    Raises:
+        EngineError: it is not the line that is refused: our access, a full engine, or an engine that does
+            not serve what it has to.
+    """
+    error = answer.body.get("error")
+    details = error if isinstance(error, dict) else answer.body
+    message = str(details.get("message") or error or f"HTTP {answer.status}")
+    if answer.status in (401, 403):
+        raise EngineError(
+            f"the engine refused our access ({message}); give the worker its API key",
+            code="engine_unreachable",
+            retryable=True,
+            status=answer.status,
+        )
+    if answer.status in (408, 429):
+        raise EngineError(message, code="engine_busy", retryable=True, status=answer.status)
+    if model is not None and run.body.get("model") == model and model_missing(answer.status, answer.body):
+        raise EngineError(
+            f"the engine does not serve {model} any more ({message}); start it with that model again",
+            code="engine_wrong_model",
+            retryable=True,
+            status=answer.status,
+        )
+    code = str(details.get("type") or details.get("code") or "bad_request")
+    return failure(run, code, message, status=answer.status)

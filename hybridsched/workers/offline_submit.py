@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import getpass
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from hybridsched.batches.assemble import Assembler
-from hybridsched.batches.files import OutputBusyError
-from hybridsched.batches.layout import local_batch_id, plan_files
+from hybridsched.batches.errors import BatchGoneError, OutputBusyError, OutputExistsError
+from hybridsched.batches.layout import BatchFiles, local_batch_id, plan_files, same_file
+from hybridsched.batches.parts import main_model, models_apart
+from hybridsched.batches.progress import Progress
 from hybridsched.batches.scan import InputIndex
 from hybridsched.batches.work import WorkFolder
-from hybridsched.store.batch_values import BatchInfo, BatchUnknownError, NewBatch
+from hybridsched.store.batch_values import BatchInfo, BatchPart, BatchUnknownError, NewBatch
 from hybridsched.store.batches import BatchStore, new_batch_id
+
+_TRIES = 40
+_PAUSE_S = 0.05
+"""While another start registers the same batch, or it ends, this one looks again after this: so often."""
+
+_pause = time.sleep
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +55,8 @@ def submit_file(
 ) -> Submitted:
     """Submit `source` to the pool of `store`.
 
-    Without `model` the one that most lines name decides which workers run it. Submitting the same file with
+    Without `model` the workers of each model run the lines that name it; with it those of that model run all
+    of them, whatever they name. Submitting the same file with
     the same output again changes nothing while the batch runs; when the pool has lost it (its Redis was
     emptied), or it had failed, it goes on from what is on disk. With `jobs_only` only Slurm jobs of its user
     run it, also when the pool's workers did so far. `progress` is told the bytes read so far.
@@ -56,28 +66,73 @@ def submit_file(
         ValueError: the deadline is not ahead.
         redis.RedisError: the store cannot be reached; run it again, the work folder is taken up.
     """
-    work = WorkFolder.create(
-        plan_files(source, new_batch_id(), output=output, errors=errors), progress=progress
-    )
+    files = plan_files(source, new_batch_id(), output=output, errors=errors)
+    for left in reversed(range(_TRIES)):
+        try:
+            work = WorkFolder.create(files, progress=progress)
+        except OutputExistsError as error:
+            raise OutputExistsError(f"{error}{_writer(store, files)}") from error
+        try:
+            return _submit(store, work, model, deadline_in_ms, jobs_only=jobs_only)
+        except _AtWorkError:
+            if not left:
+                raise
+        except BatchGoneError as error:  # it ended, or its start was taken back, since it was found
+            if not left:
+                raise OutputBusyError(f"{files.output}: batches with this output come and go") from error
+        finally:
+            work.close()
+        _pause(_PAUSE_S)
+    raise AssertionError("the last try returns or raises")
+
+
+class _AtWorkError(OutputBusyError):
+    """Another process has the batch to itself, and the pool does not know it (yet)."""
+
+
+def _submit(
+    store: BatchStore,
+    work: WorkFolder,
+    model: str | None,
+    deadline_in_ms: float | None,
+    *,
+    jobs_only: bool,
+) -> Submitted:
+    if work.files.batch_id == local_batch_id(work.files.output):
+        raise OutputBusyError(
+            f"{work.files.output} is the output of an unfinished `hybridsched batch run`; run it to its "
+            "end, or choose another --output"
+        )
+    known = _active(store, work.files.batch_id)
+    if known is None:
+        try:
+            work.lock_exclusive()
+        except OutputBusyError as error:
+            raise _AtWorkError(str(error)) from error
+        known = _active(store, work.files.batch_id)  # who had the lock before may have registered it
+    if known is not None:
+        if jobs_only and not known.jobs_only:
+            known = store.leave_to_jobs(known.id)
+        return Submitted(batch=known, index=work.index, known=True, resumed=True)
     try:
-        if work.files.batch_id == local_batch_id(work.files.output):
-            raise OutputBusyError(
-                f"{work.files.output} is the output of an unfinished `hybridsched batch run`; run it to its "
-                "end, or choose another --output"
-            )
-        known = _active(store, work.files.batch_id)
-        if known is not None:
-            if jobs_only and not known.jobs_only:
-                known = store.leave_to_jobs(known.id)
-            return Submitted(batch=known, index=work.index, known=True, resumed=True)
         batch = _register(store, work, model, deadline_in_ms, jobs_only=jobs_only)
-        return Submitted(batch=batch, index=work.index, known=False, resumed=work.resumed)
     except ValueError:
         if not work.resumed:
             work.discard()
         raise
-    finally:
-        work.close()
+    return Submitted(batch=batch, index=work.index, known=False, resumed=work.resumed)
+
+
+def _writer(store: BatchStore, files: BatchFiles) -> str:
+    """Which batch of the pool has made the files that stand in the way, as the end of a sentence."""
+    mine = (files.output, files.errors)
+    for batch in reversed(store.all()):
+        if any(same_file(name, other) for name in mine for other in (batch.output, batch.errors)):
+            return (
+                f". Batch {batch.id}, which is {batch.status}, has written it: `hybridsched batch status "
+                f"{batch.id}` shows that one"
+            )
+    return ""
 
 
 def _active(store: BatchStore, batch_id: str) -> BatchInfo | None:
@@ -96,16 +151,16 @@ def _register(
     *,
     jobs_only: bool,
 ) -> BatchInfo:
-    work.lock_exclusive()
-    place = Assembler(work).restart()
+    """Only for the holder of the folder's exclusive lock."""
     index = work.index
-    named = max(index.models, key=lambda name: index.models[name]) if index.models else None
+    models = () if model is not None else models_apart(index)
+    place = Assembler(work).restart(models)
     return store.submit(
         NewBatch(
             id=work.files.batch_id,
             user=_user(),
             uid=work.uid,
-            model=model or named,
+            model=model or main_model(index),
             input=work.files.input,
             output=work.files.output,
             errors=work.files.errors,
@@ -121,8 +176,37 @@ def _register(
             at_end=place.at_end,
             deadline_in_ms=deadline_in_ms,
             jobs_only=jobs_only,
+            parts=_parts(index, place),
         )
     )
+
+
+def _parts(index: InputIndex, place: Progress) -> tuple[BatchPart, ...]:
+    """The parts as the files are now. The first has the lines, and the tokens, that are nobody else's."""
+    others = place.models[1:]
+    lines, tokens = index.models, {name: _tokens_of(index, name) for name in others}
+    first = (index.lines - sum(lines[name] for name in others), index.tokens - sum(tokens.values()))
+    found = []
+    for part in place.parts:
+        mine = (lines[part.model], tokens[part.model]) if part.model in tokens else first
+        found.append(
+            BatchPart(
+                model=part.model,
+                lines=mine[0],
+                tokens=mine[1],
+                cursor=place.offset,
+                cursor_line=place.line,
+                next_chunk=part.next_chunk,
+                at_end=place.at_end,
+                ended=mine[0] * (place.done + place.failed) // max(1, index.lines),
+            )
+        )
+    return tuple(found)
+
+
+def _tokens_of(index: InputIndex, model: str) -> int:
+    known = index.model_tokens.get(model)
+    return index.tokens * index.models[model] // max(1, index.valid) if known is None else known
 
 
 def _user() -> str:

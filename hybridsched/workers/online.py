@@ -9,12 +9,16 @@ It observes (engine, telemetry), asks core (room), acts (claim, run, answer) and
     online_engine     the engine's health and metrics
     online_telemetry  what the policy worker is told
     online_policy     the policy in force
+    online_orphans    offline requests whose worker has frozen
+    online_name       the replica's name, which one worker has at a time
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +32,16 @@ from hybridsched.store.connection import async_client
 from hybridsched.store.events import EventLog
 from hybridsched.store.online import OnlineQueue, new_consumer
 from hybridsched.store.policy import PolicyStore
+from hybridsched.store.replica_names import NameHolder, ReplicaName
 from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import TelemetryStore
+from hybridsched.telemetry.process_memory import ProcessMemory
 from hybridsched.telemetry.protocol import GpuSampler
 from hybridsched.workers.online_engine import HUNG_S, EngineWatch
 from hybridsched.workers.online_intake import Intake, IntakeOptions
 from hybridsched.workers.online_jobs import JobOptions, Jobs
+from hybridsched.workers.online_name import LIFE_S, NameHold
+from hybridsched.workers.online_orphans import OrphanWatch
 from hybridsched.workers.online_policy import PolicyFollower
 from hybridsched.workers.online_serve import Stop
 from hybridsched.workers.online_tasks import run_together
@@ -53,12 +61,15 @@ class OnlineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """After SIGTERM: how long what is in flight may still take before it is given back or failed."""
     goodbye_s: float = 5.0
     """After that: how long the last answers may take."""
+    name_life_s: float = LIFE_S
+    """Life of the hold on the replica's name. All workers of a pool must use the same."""
 
 
 class OnlineWorker:
     """One replica's loop. `lane` is the shared lane on its engine; None when no offline work may share it.
 
-    `node` and `job` say where it runs in Slurm.
+    `node` and `job` say where it runs in Slurm. `restart` is called when the engine has to be started again,
+    for whoever starts it here; who does so from outside finds it in the replica's record.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class OnlineWorker:
         node: str = "",
         job: str = "",
         options: OnlineOptions | None = None,
+        restart: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options = options or OnlineOptions()
         self._log = get_logger("online").bind(replica=replica)
@@ -84,20 +96,39 @@ class OnlineWorker:
         self._telemetry = telemetry
         self._queue = queue
         lane = replica if lane == "" else lane
+        consumer = new_consumer(replica)
+        self._name = NameHold(
+            ReplicaName(
+                queue.client,
+                queue.keys.pool,
+                replica,
+                NameHolder(owner=consumer, host=socket.gethostname(), pid=os.getpid()),
+                life_ms=int(options.name_life_s * 1000),
+            ),
+            replica=replica,
+            life_s=options.name_life_s,
+        )
+        self._orphans = OrphanWatch(engine, queue.client, queue.keys.pool, lane) if lane else None
         self.counts = OnlineCounts()
         self.watch = EngineWatch(
             engine,
+            model=model,
             held=lambda: self.counts.inflight,
+            offline=lambda: self._publisher.offline,
             changed=self._health_changed,
             hung=self._engine_hung,
+            ended=lambda: self.jobs.stop_all(Stop.ENGINE_OUT),
             hung_s=options.hung_s,
+            limits=lambda: self.policy.policy.health,
+            memory=ProcessMemory(engine.url).mib,
+            restart=restart,
         )
         self.policy = PolicyFollower(policies, speed=speed, changed=lambda: self.intake.changed())
         self.intake = Intake(
             queue,
             model=model,
             replica=replica,
-            consumer=new_consumer(replica),
+            consumer=consumer,
             lane=lane,
             counts=self.counts,
             watch=self.watch,
@@ -129,22 +160,48 @@ class OnlineWorker:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set; then finish or give back what is held, and leave the pool."""
+        """Serve until `stop` is set; then finish or give back what is held, and leave the pool.
+
+        Raises:
+            NameTakenError: another worker has the replica's name.
+        """
+        if not await self._begin(stop):
+            return
         loops = asyncio.create_task(self._loops(), name="online-loops")
         stopped = asyncio.create_task(stop.wait(), name="online-stop")
+        lost = asyncio.create_task(self._name.lost.wait(), name="online-name-lost")
         try:
-            await asyncio.wait([loops, stopped], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([loops, stopped, lost], return_when=asyncio.FIRST_COMPLETED)
             if not loops.done():
                 await self._drain()
         finally:
-            await end_tasks(stopped, loops)
+            await end_tasks(stopped, lost, loops)
             await self.jobs.abandon()
         if not loops.cancelled():
             loops.result()  # a loop that failed says so here
+        if self._name.lost.is_set():
+            await self._queue.drain()
+            raise self._name.error()  # the records are the other's by now
         await self._goodbye()
 
+    async def _begin(self, stop: asyncio.Event) -> bool:
+        """Take the replica's name. False: told to stop meanwhile."""
+        taking = asyncio.create_task(self._name.take(), name="online-name")
+        stopped = asyncio.create_task(stop.wait(), name="online-stop")
+        try:
+            await asyncio.wait([taking, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                return False
+            taking.result()
+            return True
+        finally:
+            await end_tasks(taking, stopped)
+
     async def _loops(self) -> None:
+        orphans = {} if self._orphans is None else {"orphans": self._orphans.run()}
         await run_together(
+            **orphans,
+            name=self._name.keep(),
             policy=self.policy.run(),
             engine=self.watch.run(),
             telemetry=self._publisher.run(),
@@ -174,6 +231,7 @@ class OnlineWorker:
             self._queue.drain,
             self.intake.leave,
             lambda: self._telemetry.withdraw(self._replica),
+            self._name.release,
         )
         for step in leave:
             try:
@@ -220,6 +278,7 @@ async def run_online(
     Raises:
         StoreUrlError: `redis_url` cannot be understood.
         ValueError: `pool`, `replica` or `model` cannot stand in a key.
+        NameTakenError: another worker has the replica's name.
     """
     log = log or get_logger("online")
     stop = asyncio.Event()

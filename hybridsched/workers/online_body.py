@@ -46,7 +46,9 @@ def prepare(body: bytes, *, stream: bool, priority: int | None = None) -> Prepar
     """
     try:
         members = _RAW.decode(body)
-    except msgspec.MsgspecError as error:
+    except RecursionError:
+        raise BodyError("the request body is nested too deep; send an OpenAI-style body") from None
+    except ValueError as error:  # no JSON, or a name that is no UTF-8
         raise BodyError(f"the request body is no JSON object ({error}); send an OpenAI-style body") from None
     out: dict[str, Any] = {
         name: value
@@ -66,13 +68,17 @@ def prepare(body: bytes, *, stream: bool, priority: int | None = None) -> Prepar
     else:
         out.pop("stream", None)
         out.pop("stream_options", None)
-    return Prepared(body=_ENCODE.encode(out), hide_usage=hide, sequences=_sequences(members.get("n")))
+    try:
+        ready = _ENCODE.encode(out)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise BodyError(f"the request body cannot be sent on ({error}); send an OpenAI-style body") from None
+    return Prepared(body=ready, hide_usage=hide, sequences=_sequences(members.get("n")))
 
 
 def _stream_options(raw: msgspec.Raw) -> dict[str, Any]:
     try:
         return msgspec.json.decode(raw, type=dict[str, Any] | None) or {}
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         raise BodyError('stream_options must be an object such as {"include_usage": true}') from None
 
 
@@ -81,7 +87,7 @@ def _sequences(raw: msgspec.Raw | None) -> int:
         return 1
     try:
         n = msgspec.json.decode(raw, type=int | None)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         raise BodyError(f"n is {bytes(raw)[:40]!r}; it must be a whole number from 1") from None
     if n is None:
         return 1
@@ -128,14 +134,20 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """The extra event that `include_usage` adds: no choices, only usage."""
     error: dict[str, Any] | None
     """An error inside the stream: vLLM sends it in a 200 answer when its engine process dies."""
+    problem: str = ""
+    """What keeps it from being an event of an answer; empty when nothing does."""
 
 
 def read_event(data: bytes) -> Event:
-    """Read one event of a stream. What cannot be read counts as output: it goes to the client as it is."""
+    """Read one event of a stream. One that is no part of an answer has a `problem` and nothing else."""
     try:
         event = _EVENT.decode(data)
-    except msgspec.MsgspecError:
-        return Event(has_output=True, finish_reason=None, usage=None, usage_only=False, error=None)
+    except RecursionError:
+        return _no_event("an event is nested too deep")
+    except ValueError as why:
+        return _no_event(f"an event cannot be read ({why}): {data[:80]!r}")
+    if event.choices is None and event.usage is None and event.error is None:
+        return _no_event(f"an event has no choices: {data[:80]!r}")
     choices = event.choices or []
     error = event.error
     if error is not None and not isinstance(error, dict):
@@ -149,6 +161,12 @@ def read_event(data: bytes) -> Event:
     )
 
 
+def _no_event(problem: str) -> Event:
+    return Event(
+        has_output=False, finish_reason=None, usage=None, usage_only=False, error=None, problem=problem
+    )
+
+
 def _has_output(choice: _Choice) -> bool:
     if choice.text:
         return True
@@ -156,7 +174,7 @@ def _has_output(choice: _Choice) -> bool:
     if raw and raw != b"null":
         try:
             delta = _DELTA.decode(raw)
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):
             return True
         return bool(
             delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls or delta.refusal

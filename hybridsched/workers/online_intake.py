@@ -195,11 +195,14 @@ class Intake:
         return len(granted) >= room
 
     async def _listen(self, jobs: Jobs) -> None:
-        async for signal in self._queue.signals(self._replica):
-            if isinstance(signal, Cancel):
-                jobs.cancel(signal.id)
-            else:
-                self._wake.set()
+        while True:
+            async with self._guard("signals"):
+                async for signal in self._queue.signals(self._replica):
+                    if isinstance(signal, Cancel):
+                        jobs.cancel(signal.id)
+                    else:
+                        self._wake.set()
+            await asyncio.sleep(self._options.back_off_s)  # claims go on by their timer
 
     # the replica's record
 
@@ -272,7 +275,7 @@ class Intake:
 
     @asynccontextmanager
     async def _guard(self, what: str) -> AsyncIterator[None]:
-        """Note an outage within the block, once, and go on after it."""
+        """Note an outage within the block, or whatever else breaks it, once, and go on after it."""
         try:
             yield
         except (RedisError, OSError) as error:
@@ -283,6 +286,14 @@ class Intake:
                     key="store_outage",
                     doing=what,
                     error=str(error),
+                )
+            self._outages.add(what)
+        except Exception:  # noqa: BLE001 - the loop's edge: what was claimed meanwhile is reclaimed by others
+            if what not in self._outages:
+                _log.exception(
+                    "A step of the worker failed in a way that nothing here foresees; it is tried again.",
+                    key="step_broke",
+                    doing=what,
                 )
             self._outages.add(what)
         else:

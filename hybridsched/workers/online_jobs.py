@@ -8,17 +8,28 @@ from collections.abc import Callable
 
 import msgspec
 
-from hybridsched.engines.protocol import Engine
+from hybridsched.engines.protocol import Engine, EngineError
+from hybridsched.engines.request_log import RequestLog, RequestRow, tokens_of
 from hybridsched.log import get_logger
 from hybridsched.store.online import OnlineQueue
 from hybridsched.store.online_values import Claimed, End, EndStatus
 from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.online_engine import EngineWatch
 from hybridsched.workers.online_outbox import Outbox, UndeliveredError, deliver
-from hybridsched.workers.online_serve import IDLE_TIMEOUT_S, Ending, Request, Running, Stop
+from hybridsched.workers.online_serve import (
+    IDLE_TIMEOUT_S,
+    Ending,
+    Request,
+    Running,
+    Stop,
+    engine_failed,
+    internal_error,
+)
 from hybridsched.workers.online_telemetry import OnlineCounts
 
 _REMEMBER_CANCEL_S = 10.0
+_MAX_CANCELS = 4096
+"""Cancellations remembered for requests that have not arrived: anybody can publish any number of them."""
 
 _log = get_logger("online")
 
@@ -31,6 +42,8 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The engine was started with `--scheduling-policy priority`: it is told each request's class."""
     give_up_s: float = 30.0
     """How long an answer is kept for a store that is away."""
+    request_log: RequestLog | None = None
+    """Has every request that ended in the engine."""
 
 
 class Job:
@@ -73,8 +86,11 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._cancelled: dict[str, float] = {}
-        self.load = 0.0
+
+    @property
+    def load(self) -> float:
         """Outstanding tokens as the replicas hash counts them: prompts to work off, and some for decode."""
+        return self._counts.load
 
     def held(self) -> list[Claimed]:
         """Everything whose lease must be renewed, unanswered ends included."""
@@ -98,16 +114,21 @@ class Jobs:
             lost=lambda lease: running.stop(Stop.LEASE_LOST if lease else Stop.STORE_LOST),
             give_up_s=self._options.give_up_s,
         )
+
+        def tokens(data: bytes) -> None:
+            self._watch.answered()
+            outbox.put(data)
+
         running = Running(
             request,
-            tokens=outbox.put,
+            tokens=tokens,
             first=lambda ttft_ms: self._first(job, ttft_ms),
             widened=self._counts.widen,
         )
         job = Job(claimed, running, outbox)
         self._jobs[claimed.entry] = job
-        self._counts.begin(claimed.cost)
-        self.load += job.load
+        self._counts.begin(claimed.cost, claimed.prompt_tokens)
+        self._counts.load += job.load
         if self._cancelled.pop(claimed.id, None) is not None:
             running.stop(Stop.CANCELLED)
         task = asyncio.get_running_loop().create_task(self._run(job), name=f"online-{claimed.id}")
@@ -121,8 +142,12 @@ class Jobs:
                 job.running.stop(Stop.CANCELLED)
                 return
         now = time.monotonic()
-        self._cancelled = {k: at for k, at in self._cancelled.items() if now - at < _REMEMBER_CANCEL_S}
-        self._cancelled[request_id] = now
+        while self._cancelled:
+            oldest = next(iter(self._cancelled))
+            if len(self._cancelled) < _MAX_CANCELS and now - self._cancelled[oldest] < _REMEMBER_CANCEL_S:
+                break
+            del self._cancelled[oldest]
+        self._cancelled.setdefault(request_id, now)
 
     def lost(self, claimed: Claimed) -> None:
         """Another worker has it now."""
@@ -152,12 +177,14 @@ class Jobs:
         self._lower(job, job.load - job.claimed.prompt_tokens)
 
     def _lower(self, job: Job, to: float) -> None:
-        self.load = max(0.0, self.load - (job.load - to))
+        self._counts.load = max(0.0, self._counts.load - (job.load - to))
         job.load = to
         self._lighter()
 
     async def _run(self, job: Job) -> None:
         running = job.running
+        began_s = time.monotonic()
+        ending: Ending | None = None
         try:
             ending = await running.run(
                 self._engine,
@@ -165,21 +192,81 @@ class Jobs:
                 engine_priority=self._options.engine_priority,
             )
         finally:
+            self._note(job, began_s, ending)
             # The engine has let it go: the replica is as idle as this, however long the reply takes.
             if self._counts.end(job.claimed.cost, running.sequences):
                 self._watch.scrape_now()
             self._lower(job, 0.0)
         try:
+            if ending.not_there:
+                ending = await self._whose_fault(job, ending)
             await self._answer(job, ending)
         except UndeliveredError:
             pass  # said in the log; its lease ends and another worker answers it
+        except Exception as error:  # noqa: BLE001 - the request's edge: it must end in an answer
+            _log.exception(
+                "An answer could not be made; the request is answered as failed.",
+                key="answer_broke",
+                id=job.claimed.id,
+            )
+            await self._last_word(job, error)
         finally:
             del self._jobs[job.claimed.entry]
+
+    def _note(self, job: Job, began_s: float, ending: Ending | None) -> None:
+        log = self._options.request_log
+        if log is None:
+            return
+        log.add(
+            RequestRow(
+                s=began_s,
+                e=time.monotonic(),
+                offline=False,
+                id=job.claimed.id,
+                **tokens_of(None if ending is None else ending.usage),
+                end="closed" if ending is None else "ok" if ending.status == "ok" else "error",
+            )
+        )
+
+    async def _whose_fault(self, job: Job, ending: Ending) -> Ending:
+        """The engine says that there is no such thing. Where it does not serve this replica's model, that is
+        no answer to the request, and another replica may have one."""
+        try:
+            await self._watch.confirm()
+        except EngineError as error:
+            return engine_failed(error, sent=job.running.sent)
+        return ending
+
+    async def _last_word(self, job: Job, error: Exception) -> None:
+        """Without it the request would be held until its lease ends, and then be tried again in vain."""
+        try:
+            await deliver(
+                lambda: self._queue.finish(job.claimed, self._end_of(internal_error(error))),
+                self._options.give_up_s,
+            )
+        except UndeliveredError:
+            pass  # said in the log
+        except Exception:  # noqa: BLE001 - the last edge; its lease ends
+            _log.exception("That failed too; its lease ends.", key="answer_dropped", id=job.claimed.id)
+
+    def _end_of(self, ending: Ending) -> End:
+        return End(
+            status=EndStatus(ending.status),
+            code=ending.code,
+            message=ending.message,
+            finish_reason=ending.finish_reason,
+            usage=ending.usage,
+            body=msgspec.Raw(b"null" if ending.body is None else msgspec.json.encode(ending.body)),
+            http_status=ending.http_status,
+            replica=self._replica,
+        )
 
     async def _answer(self, job: Job, ending: Ending) -> None:
         running, claimed = job.running, job.claimed
         if ending.suspect:
             self._watch.suspect()
+        elif ending.status == "ok":
+            self._watch.answered()
         if running.tpot_ms is not None:
             self._counts.decoded(running.tpot_ms)
         if running.stopped in (Stop.LEASE_LOST, Stop.STORE_LOST):
@@ -192,19 +279,7 @@ class Jobs:
             return
         if ending.give_back and await self._give_back(job, ending):
             return
-        sent = await job.outbox.finish(
-            End(
-                status=EndStatus(ending.status),
-                code=ending.code,
-                message=ending.message,
-                finish_reason=ending.finish_reason,
-                usage=ending.usage,
-                body=msgspec.Raw(b"null" if ending.body is None else msgspec.json.encode(ending.body)),
-                http_status=ending.http_status,
-                replica=self._replica,
-            )
-        )
-        if not sent:
+        if not await job.outbox.finish(self._end_of(ending)):
             _log.warning(
                 "An answer was not sent because another worker has the request.",
                 key="answer_fenced",
@@ -216,7 +291,7 @@ class Jobs:
         claimed = job.claimed
         stopping = job.running.stopped is Stop.STOPPING
         last = claimed.attempt >= self._queue.limits.max_attempts
-        if not stopping and (last or not self._others()):
+        if not stopping and (last or not (ending.again or self._others())):
             return False
         # A worker that stops has not tried; an engine that failed has.
         outcome = await deliver(

@@ -87,6 +87,13 @@ class Outbox:
                     self._close(True)
         except UndeliveredError:
             self._close(False)
+        except Exception:  # noqa: BLE001 - the sender's edge; the request is given up
+            _log.exception(
+                "Tokens could not be sent on; the request is left to end with its lease.",
+                key="tokens_dropped",
+                id=self._claimed.id,
+            )
+            self._close(False)
         finally:
             self._sender = None
 

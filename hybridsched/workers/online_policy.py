@@ -12,6 +12,7 @@ from hybridsched.log import get_logger
 from hybridsched.store.connection import StoreError
 from hybridsched.store.policy import PolicyStore
 from hybridsched.workers.online_tasks import run_together
+from hybridsched.workers.policy_checked import PolicyGuard
 
 POLL_S = 2.0
 """A publication can be missed (pub/sub delivers at most once): the policy is read again this often."""
@@ -31,6 +32,8 @@ class PolicyFollower:
         self._speed = speed
         self._changed = changed
         self._version = -1
+        self._broken = False
+        self._guard = PolicyGuard()
         self.policy = PoolPolicy(name="default", kind=PolicyKind.IDLE_WINDOW).at_speed(speed)
 
     @property
@@ -39,7 +42,8 @@ class PolicyFollower:
         return self.policy.kind is not PolicyKind.UNPROTECTED
 
     async def load(self) -> None:
-        """Read it once. Raises redis errors, and StoreError when what stands there is no policy."""
+        """Read it once; one that is out of range is left. Raises redis errors, and StoreError when what
+        stands there is no policy."""
         self._take(await self._store.current())
 
     async def run(self) -> None:
@@ -53,6 +57,8 @@ class PolicyFollower:
                     self._take(policy)
             except (RedisError, OSError, StoreError) as error:
                 self._kept(error)
+            except Exception:  # noqa: BLE001 - the loop's edge; said in the log, the last policy stays
+                self._broke()
             await asyncio.sleep(BACK_OFF_S)
 
     async def _poll(self) -> None:
@@ -62,17 +68,29 @@ class PolicyFollower:
                 await self.load()
             except (RedisError, OSError, StoreError) as error:
                 self._kept(error)
+            except Exception:  # noqa: BLE001 - the loop's edge; said in the log, the last policy stays
+                self._broke()
+            else:
+                self._broken = False
 
     def _kept(self, error: Exception) -> None:
         _log.debug(
             "The policy cannot be read; the last one stays in force.", key="policy_unread", error=str(error)
         )
 
+    def _broke(self) -> None:
+        if not self._broken:
+            _log.exception(
+                "What stands as the policy broke its reading; the last one stays in force.",
+                key="policy_broke",
+            )
+        self._broken = True
+
     def _take(self, policy: PoolPolicy | None) -> None:
-        if policy is None or policy.version == self._version:
+        if policy is None or policy.version == self._version or not self._guard.passes(policy):
             return
-        self._version = policy.version
-        self.policy = policy.at_speed(self._speed)
+        taken = policy.at_speed(self._speed)
+        self._version, self.policy = policy.version, taken
         _log.info(
             "A policy was taken up.",
             key="policy_taken",

@@ -16,7 +16,9 @@ from typing import Any
 
 import msgspec
 
+from hybridsched.engines.checks import bad_answer
 from hybridsched.engines.protocol import Engine, EngineError, StreamChunk
+from hybridsched.log import get_logger
 from hybridsched.workers.online_body import (
     PATHS,
     BodyError,
@@ -32,6 +34,15 @@ IDLE_TIMEOUT_S = 30.0
 """Longest silence of a stream, first token included: vLLM stopped by SIGTERM leaves its streams open."""
 
 _GATEWAY = {"engine_busy": 503, "engine_timeout": 504}
+_SUSPECT = ("engine_unreachable", "engine_died", "engine_timeout", "engine_bad_answer")
+_MOST_TOKENS = 10**9
+"""An answer that says it has more says nothing."""
+_MOST_BEFORE = 1000
+"""Events that are kept back for the first token; an engine sends one or two."""
+_SHOWN = 100
+"""Characters shown of what a client sent."""
+
+_log = get_logger("online")
 
 
 class Stop(StrEnum):
@@ -43,6 +54,8 @@ class Stop(StrEnum):
     """Another worker has it: nothing may be answered here."""
     ENGINE_HUNG = "engine_hung"
     """The engine has not answered its health check for too long."""
+    ENGINE_OUT = "engine_out"
+    """The engine answers its health check and cannot be used."""
     STOPPING = "stopping"
     """The worker is being stopped and the time for what is in flight is over."""
     STORE_LOST = "store_lost"
@@ -65,7 +78,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended. The fields but the last two are those of the reply's `end`."""
+    """How a request ended. The fields up to `http_status` are those of the reply's `end`."""
 
     status: str
     """ok, expired, failed or cancelled."""
@@ -79,6 +92,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing has been sent and another replica may succeed."""
     suspect: bool = False
     """The engine itself is in doubt."""
+    again: bool = False
+    """With `give_back`: the same engine may succeed too, where there is no other."""
+    not_there: bool = False
+    """The engine says that what was asked for is not there: its model, or what the request names?"""
 
 
 EXPIRED = Ending(
@@ -131,11 +148,13 @@ class Running:
     def finished(self, usage: dict[str, Any] | None) -> None:
         """Work out the time per output token, where there is more than one."""
         count = (usage or {}).get("completion_tokens")
-        if self._first_at is not None and isinstance(count, int) and count > 1:
+        if self._first_at is not None and isinstance(count, int) and 1 < count < _MOST_TOKENS:
             self.tpot_ms = (time.monotonic() - self._first_at) * 1000.0 / (count - 1)
 
     async def run(self, engine: Engine, *, idle_timeout_s: float, engine_priority: bool) -> Ending:
-        """Run it to its end. Only a cancellation that `stop` did not cause gets out."""
+        """Run it to its end. Only a cancellation that `stop` did not cause gets out: whatever else is raised
+        becomes an ending, since a request without one would be held for ever.
+        """
         self._task = asyncio.current_task()
         try:
             if self.stopped is None:
@@ -145,6 +164,13 @@ class Running:
                 raise
             if self._task is not None:
                 self._task.uncancel()
+        except Exception as error:  # noqa: BLE001 - the request's edge: it must end in an answer
+            _log.exception(
+                "A request failed in a way that nothing here foresees; it is answered as failed.",
+                key="request_broke",
+                id=self.request.id,
+            )
+            return internal_error(error)
         finally:
             self._task = None
         return _stopped(self.stopped, sent=self.sent)
@@ -156,7 +182,7 @@ class Running:
             return EXPIRED
         if request.path not in PATHS:
             return _refused(
-                404, "not_found", f"path {request.path!r} is not served; use {' or '.join(PATHS)}"
+                404, "not_found", f"path {request.path[:_SHOWN]!r} is not served; use {' or '.join(PATHS)}"
             )
         try:
             prepared = prepare(
@@ -180,7 +206,7 @@ class Running:
             # The engine's own time limit for an answer is the deadline; say so rather than blame the engine.
             if time.monotonic() >= request.deadline_at:
                 return EXPIRED
-            return _engine_failed(error, sent=self.sent)
+            return engine_failed(error, sent=self.sent)
 
     @property
     def engine_id(self) -> str:
@@ -198,6 +224,8 @@ class Running:
         async with _closing(stream) as events:
             async for chunk in events:
                 event = read_event(chunk.data)
+                if event.problem:
+                    raise bad_answer(engine.url, request.path, 200, event.problem)
                 if event.error is not None:
                     return self._error_inside(event)
                 reason = event.finish_reason or reason
@@ -209,6 +237,8 @@ class Running:
                 # A chat begins with an event that only names the role. It waits for the first token: once
                 # anything has been sent, no other replica may try.
                 before.append(chunk.data)
+                if len(before) > _MOST_BEFORE:
+                    raise bad_answer(engine.url, request.path, 200, "events without end and without a token")
                 if event.has_output:
                     self.output()
                 if event.has_output or self.sent or reason is not None:
@@ -235,7 +265,7 @@ class Running:
         )
         if answer.status >= 400:
             code = "not_found" if answer.status == 404 else "bad_request"
-            return _refused(answer.status, code, error_message(answer.body), body=answer.body)
+            return _refused(answer.status, code, error_message(answer.body), body=answer.body, by_engine=True)
         if answer.aborted:
             return _aborted(sent=0)
         reason, usage = finish_of(answer.body)
@@ -255,15 +285,35 @@ async def _closing(events: AsyncIterator[StreamChunk]) -> AsyncIterator[AsyncIte
             await close()
 
 
-def _refused(status: int, code: str, message: str, body: dict[str, Any] | None = None) -> Ending:
-    return Ending(status="failed", code=code, message=message, http_status=status, body=body)
+def _refused(
+    status: int, code: str, message: str, body: dict[str, Any] | None = None, *, by_engine: bool = False
+) -> Ending:
+    return Ending(
+        status="failed",
+        code=code,
+        message=message,
+        http_status=status,
+        body=body,
+        not_there=by_engine and status == 404,
+    )
 
 
-def _engine_failed(error: EngineError, *, sent: int) -> Ending:
+def internal_error(error: Exception) -> Ending:
+    """The ending of a request on which the worker itself failed."""
+    return Ending(
+        status="failed",
+        code="internal_error",
+        message=f"the worker failed on this request ({type(error).__name__}); its log says more",
+        http_status=500,
+    )
+
+
+def engine_failed(error: EngineError, *, sent: int) -> Ending:
+    """The ending that an engine's error makes, after `sent` events were given to the client."""
     if error.status is not None and 400 <= error.status < 500:
         code = error.code if error.code in ("bad_request", "not_found") else "bad_request"
-        return _refused(error.status, code, str(error), body=error.body)
-    suspect = error.code in ("engine_unreachable", "engine_died", "engine_timeout")
+        return _refused(error.status, code, str(error), body=error.body, by_engine=True)
+    suspect = error.code in _SUSPECT
     if sent:
         return Ending(
             status="failed",
@@ -279,11 +329,12 @@ def _engine_failed(error: EngineError, *, sent: int) -> Ending:
         http_status=_GATEWAY.get(error.code, 502),
         give_back=error.retryable,
         suspect=suspect,
+        again=error.code == "engine_bad_answer",
     )
 
 
 def _died(what: str, *, sent: int) -> Ending:
-    return _engine_failed(
+    return engine_failed(
         EngineError(f"the engine died: {what}", code="engine_died", retryable=True), sent=sent
     )
 
@@ -306,6 +357,7 @@ def _stopped(why: Stop, *, sent: int) -> Ending:
         )
     words = {
         Stop.ENGINE_HUNG: ("engine_timeout", "the engine has stopped answering", 504),
+        Stop.ENGINE_OUT: ("engine_failed", "the engine was taken out before the answer was complete", 502),
         Stop.STOPPING: ("worker_stopped", "the replica was stopped before the answer was complete", 503),
         Stop.STORE_LOST: ("store_lost", "the answer could not be delivered", 503),
         Stop.LEASE_LOST: ("lease_lost", "another worker has taken the request over", 503),
@@ -317,4 +369,5 @@ def _stopped(why: Stop, *, sent: int) -> Ending:
         message=f"{message}; {sent} events of the answer had been sent" if sent else message,
         http_status=status,
         give_back=not sent,
+        again=why is Stop.ENGINE_OUT,
     )

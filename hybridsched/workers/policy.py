@@ -7,11 +7,8 @@ decided. Whatever goes wrong here, gates close by themselves: each is a lease of
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,19 +16,24 @@ from redis.exceptions import RedisError
 
 from hybridsched.core.codec import DecisionRecord
 from hybridsched.core.decide import decide
+from hybridsched.core.packing import packs, same
 from hybridsched.core.policy import PoolPolicy
+from hybridsched.core.publishing import gate_of, stands
 from hybridsched.core.reasons import Reason
-from hybridsched.core.values import Gate, GateDecision, GateState, Snapshot
+from hybridsched.core.values import Gate, GateDecision, GateState, Pack, Snapshot
 from hybridsched.log import get_logger
 from hybridsched.store.channels import messages
-from hybridsched.store.connection import StoreError, async_client, redact, store_errors
+from hybridsched.store.connection import StoreError
 from hybridsched.store.decisions import DecisionLog, cut
 from hybridsched.store.events import EventLog
+from hybridsched.store.found import answer_or
 from hybridsched.store.gates import GateStore, Outcome
 from hybridsched.store.keys import Keys
 from hybridsched.store.leader import LeaderLease
+from hybridsched.store.packs import PackStore
 from hybridsched.store.tasks import end_tasks
-from hybridsched.workers.policy_gates import all_closed, gate_of, outcome_text, stands
+from hybridsched.workers.policy_bursts import Bursts
+from hybridsched.workers.policy_gates import all_closed, outcome_text, shut_lanes
 from hybridsched.workers.policy_observe import Observation, Observer
 from hybridsched.workers.policy_pace import Pace
 from hybridsched.workers.policy_slurm import SlurmSide
@@ -55,9 +57,6 @@ STATUS_LIFE_MS = 60_000
 
 CUT_ABOVE_LANES = 64
 """Pools with more lanes log only the part of a snapshot that changed, and the whole at heartbeats."""
-
-START_S = 3.0
-"""How long Redis may be away when the worker starts."""
 
 _BACK_OFF_S = (0.05, 1.0)
 _log = get_logger("policy-worker")
@@ -92,6 +91,10 @@ class PolicyWorker:
         waiting = (lambda: None) if slurm is None else slurm.waiting
         self._observer = Observer(client, pool, waiting=waiting)
         self._gates = GateStore(client, pool)
+        self._packs = PackStore(client, pool)
+        self._bursts = Bursts(speed)
+        self._packs_renewed: dict[str, float] = {}
+        self._packs_recorded: dict[str, tuple[object, ...]] = {}
         self._log = DecisionLog(client, pool)
         self.events = EventLog(client, pool)
         self.lease = LeaderLease(client, pool, owner=owner)
@@ -138,6 +141,19 @@ class PolicyWorker:
                     self._lead_due = 0.0
                     await self.pace.sleep(back_off)
                     back_off = min(back_off * 2, _BACK_OFF_S[1])
+                except PolicyWorkerError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - the outer edge: a pool must not lose its worker
+                    _log.error(
+                        "A cycle failed, so no gate was renewed and all close by their lease. The worker "
+                        "goes on trying; report this as a defect.",
+                        key="policy_cycle_failed",
+                        error=repr(error)[:300],
+                        exc_info=reached,
+                    )
+                    reached = False
+                    await self.pace.sleep(back_off)
+                    back_off = min(back_off * 2, _BACK_OFF_S[1])
         finally:
             await end_tasks(nudges, ending)
             await self._leave()
@@ -168,6 +184,8 @@ class PolicyWorker:
             self._recorded.clear()
             self._announced.clear()
             self._renewed.clear()
+            self._packs_renewed.clear()
+            self._packs_recorded.clear()
         return True
 
     async def cycle(self) -> tuple[GateDecision, ...]:
@@ -175,15 +193,22 @@ class PolicyWorker:
         wall, cpu = time.perf_counter(), time.thread_time()
         # 1. Observe.
         seen = await self._observer.look()
+        if self._slurm is not None and self._slurm.shut:
+            seen = msgspec.structs.replace(seen, snapshot=shut_lanes(seen.snapshot, self._slurm.shut))
         policy = self.policy.take(seen.policy)
+        if policy is not None and policy.pack.enabled:
+            seen = self._bursts.with_bursts(seen, policy)
         # 2. Decide.
         decisions = all_closed(seen.snapshot) if policy is None else decide(seen.snapshot, policy)
+        orders = () if policy is None else packs(seen.snapshot, policy)
         # 3. Act.
         outcomes = await self._act(seen, decisions, policy)
+        await self._put_in_order(seen, orders)
         if self._slurm is not None:
-            self._slurm.offer(policy, self.lease.token)
+            # Slurm's part goes on while no policy is in force: its counts follow the gates down.
+            self._slurm.offer(self.policy.last, self.lease.token)
         # 4. Record.
-        await self._record(seen, decisions, outcomes, policy)
+        await self._record(seen, decisions, orders, outcomes, policy)
         self.pace.plan(seen, decisions, policy)
         self.stats.add((time.perf_counter() - wall) * 1000.0, (time.thread_time() - cpu) * 1000.0)
         return decisions
@@ -192,7 +217,7 @@ class PolicyWorker:
         self, seen: Observation, decisions: tuple[GateDecision, ...], policy: PoolPolicy | None
     ) -> dict[str, Outcome]:
         """Publish the gates that differ from those in Redis, and renew those whose lease is a third over."""
-        cycle = (policy or self.policy.fallback).cycle
+        cycle = self.policy.last.cycle
         version = 0 if policy is None else policy.version
         renew_before = seen.mono_s - cycle.lease_ms / 3000.0
         gates = []
@@ -218,6 +243,22 @@ class PolicyWorker:
                 self._announce(gate, mono_s)
         return outcomes
 
+    async def _put_in_order(self, seen: Observation, orders: tuple[Pack, ...]) -> None:
+        """Publish the pack orders that are new, and renew those whose lease is a third over."""
+        lease_ms = self.policy.last.cycle.lease_ms
+        renew_before = seen.mono_s - lease_ms / 3000.0
+        standing = {pack.model: pack for pack in seen.snapshot.packs}
+        for pack in orders:
+            if self._packs_renewed.get(pack.model, 0.0) > renew_before and same(
+                standing.get(pack.model), pack
+            ):
+                continue
+            order = msgspec.structs.replace(pack, by=self.lease.token)
+            if await self._packs.publish(order, leader_token=self.lease.token, lease_ms=lease_ms):
+                self._packs_renewed[pack.model] = seen.mono_s
+            else:
+                self._lead_due = 0.0  # fenced out, as with a gate
+
     def _announce(self, gate: Gate, mono_s: float) -> None:
         """An event for reports, when the lane's state or reason has changed."""
         if self._announced.get(gate.lane) != (gate.state, gate.reason):
@@ -232,19 +273,22 @@ class PolicyWorker:
         self,
         seen: Observation,
         decisions: tuple[GateDecision, ...],
+        orders: tuple[Pack, ...],
         outcomes: dict[str, Outcome],
         policy: PoolPolicy | None,
     ) -> None:
         """Log the decisions on change and as a heartbeat; publish the worker's state. One round trip."""
         now = time.monotonic()
         changed = [d.lane for d in decisions if self._recorded.get(d.lane) != (d.state, d.reason)]
+        said: dict[str, tuple[object, ...]] = {p.model: (p.ranks, p.reach, p.fill) for p in orders}
+        ordered = said != self._packs_recorded
         heartbeat = now >= self._record_due
         status = now >= self._status_due
-        if not (changed or heartbeat or status):
+        if not (changed or ordered or heartbeat or status):
             return
         pipe = self._client.pipeline(transaction=False)
-        if policy is not None and (changed or heartbeat):
-            whole = heartbeat or len(decisions) <= CUT_ABOVE_LANES or policy.floor_gpus > 0
+        if policy is not None and (changed or ordered or heartbeat):
+            whole = heartbeat or ordered or len(decisions) <= CUT_ABOVE_LANES or policy.floor_gpus > 0
             lanes = frozenset(changed)
             logged = decisions if whole else tuple(d for d in decisions if d.lane in lanes)
             record = DecisionRecord(
@@ -254,14 +298,17 @@ class PolicyWorker:
                 decisions=logged,
                 outcomes=tuple(outcome_text(outcomes.get(d.lane)) for d in logged),
                 by=self.lease.token,
+                packs=orders if whole and policy.pack.enabled else None,
             )
             self._log.queue(pipe, record)
         if status:
             state = msgspec.json.encode(self._status(seen.snapshot, decisions, policy))
             pipe.set(self._keys.policy_worker, state, px=STATUS_LIFE_MS)
-        if len(pipe) > 0:
-            await pipe.execute()
+        # A log that cannot be written is no reason to leave gates without their next cycle.
+        for answer in await pipe.execute(raise_on_error=False) if len(pipe) > 0 else ():
+            answer_or(answer, None, self._keys.decisions)
         self._recorded.update((d.lane, (d.state, d.reason)) for d in decisions)
+        self._packs_recorded = said
         if heartbeat:
             self._record_due = now + HEARTBEAT_S
         if status:
@@ -304,7 +351,7 @@ class PolicyWorker:
                     await self._gates.publish_many(
                         gates,
                         leader_token=self.lease.token,
-                        lease_ms=(self.policy.policy or self.policy.fallback).cycle.lease_ms,
+                        lease_ms=self.policy.last.cycle.lease_ms,
                     )
                     mono_s = time.monotonic()
                     for gate in gates:
@@ -334,65 +381,16 @@ class PolicyWorker:
                     key="policy_nudges_lost",
                     error=str(error),
                 )
+            except Exception as error:  # noqa: BLE001 - the outer edge: without nudges cycles still run
+                _log.error(
+                    "Listening for nudges failed; cycles run on their interval meanwhile. Report this as a "
+                    "defect.",
+                    key="policy_nudges_failed",
+                    error=repr(error)[:300],
+                )
             await asyncio.sleep(back_off)
             back_off = min(back_off * 2, _BACK_OFF_S[1])
 
     async def _wake_at_end(self, stop: asyncio.Event) -> None:
         await stop.wait()
         self.pace.end()
-
-
-async def run_policy(
-    *, redis_url: str, pool: str, speed: float, standby: bool = True, scripts: Path | None = None
-) -> None:
-    """Run a policy worker until SIGTERM or SIGINT; then its gates are closed.
-
-    `scripts`: the folder below which the batch scripts of online replicas lie; None: the working directory.
-
-    Raises:
-        StoreError: the URL cannot be understood, or nothing answers there for a while at the start. Later
-            outages are waited out.
-        PolicyWorkerError: another worker leads and `standby` is off.
-    """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    calm_collector()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    client = async_client(redis_url, name="hybridsched-policy")
-    slurm = SlurmSide(redis_url, pool, speed=speed, scripts=scripts or Path.cwd())
-    try:
-        _log.info("Starting.", key="policy_start", pool=pool, redis=redact(redis_url), speed=speed)
-        with store_errors(redis_url, "starting the policy worker"):
-            await _reach(client)
-        await PolicyWorker(client, pool, speed=speed, standby=standby, slurm=slurm).run(stop)
-    finally:
-        await asyncio.to_thread(slurm.end)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-        await client.aclose()
-    _log.info("Stopped; the gates are closed.", key="policy_stop", pool=pool)
-
-
-def calm_collector() -> None:
-    """Keep the garbage collector from walking a large pool's snapshots several times in each cycle.
-
-    The values of a snapshot form no cycles and are freed by their counts; the rest is collected less often.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
-
-
-async def _reach(client: Redis) -> None:
-    """Tell a wrong address from a server that is just starting: try for `START_S`, then raise."""
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            await client.ping()
-        except (RedisError, OSError):
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(0.2)
-        else:
-            return

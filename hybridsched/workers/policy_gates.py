@@ -1,11 +1,13 @@
-"""Between decisions and gates: what is published for a decision, and when nothing needs to be."""
+"""What is published without a policy, and the words for what came of publishing."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
 from hybridsched.core.reasons import Reason
-from hybridsched.core.values import Gate, GateDecision, GateState, Snapshot
+from hybridsched.core.values import GateDecision, GateState, Hold, Snapshot
 from hybridsched.store.gates import Outcome
 
 
@@ -15,25 +17,10 @@ def all_closed(snapshot: Snapshot) -> tuple[GateDecision, ...]:
         GateDecision(
             lane=lane.lane,
             state=GateState.CLOSED,
-            reason=Reason.POLICY_CLOSED,
-            epoch=lane.epoch,
-            numbers={"policy": None},
+            reason=Reason.POLICY_MISSING,
+            epoch=lane.epoch or 0,
         )
         for lane in snapshot.lanes
-    )
-
-
-def gate_of(decision: GateDecision, version: int, token: str) -> Gate:
-    """The gate that carries the decision out; `token` is the leader's."""
-    return Gate(
-        lane=decision.lane,
-        state=decision.state,
-        reason=decision.reason,
-        budget=decision.budget,
-        epoch=decision.epoch,
-        grace_ms=decision.grace_ms,
-        policy_version=version,
-        by=token,
     )
 
 
@@ -42,10 +29,15 @@ def outcome_text(outcome: Outcome | None) -> str:
     return "stands" if outcome is None else outcome.name.lower()
 
 
-def stands(stored: Gate | None, wanted: Gate) -> bool:
-    """Whether the gate in Redis already says what is wanted, so that only its lease matters."""
-    if stored is None:
-        return False
-    if stored.state is GateState.CLOSED and stored.reason is wanted.reason is Reason.ONLINE_ARRIVED:
-        return True
-    return msgspec.structs.replace(stored, at_ms=0.0, epoch=0) == msgspec.structs.replace(wanted, epoch=0)
+def shut_lanes(snapshot: Snapshot, shut: Mapping[str, str]) -> Snapshot:
+    """The snapshot with a hold for each lane on a node where the modes let none open. `shut`: node -> why.
+
+    As holds they stand in the decision log, so the cycle replays without anything known of modes.
+    """
+    nodes = {view.replica: view.node for view in snapshot.replicas}
+    holds = [
+        Hold(lane=lane.lane, by="modes", why=why, id="modes")
+        for lane in snapshot.lanes
+        if (why := shut.get(nodes.get(lane.replica, ""))) is not None
+    ]
+    return msgspec.structs.replace(snapshot, holds=(*snapshot.holds, *holds)) if holds else snapshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,20 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from hybridsched.core.values import (
     UNKNOWN,
+    GateState,
     LaneView,
+    Pack,
     QueueView,
     ReplicaView,
     Signal,
     Snapshot,
 )
+from hybridsched.store.found import answer_or, read_epoch
 from hybridsched.store.gates import MANY, decode_gate
+from hybridsched.store.holds import POOL as WHOLE_POOL
 from hybridsched.store.holds import read_holds
 from hybridsched.store.keys import GROUP, PRIORITIES, Keys
+from hybridsched.store.packs import decode_pack
 from hybridsched.store.scripts import digest, load
 from hybridsched.store.telemetry import (
     Index,
@@ -38,6 +43,10 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 
+MOVES_MS = 5000.0
+"""A gate closed for this long is no burst: its job looks for another lane soon (`--give-back-after`)."""
+
+
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """One look at the pool."""
 
@@ -46,6 +55,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """`time.monotonic()` when the snapshot's `now_ms` had come in: never earlier than it was read."""
     policy: bytes | None
     """The policy as it stands in Redis, unread."""
+    claimed: dict[str, dict[str, tuple[float, float]]] = {}
+    """By model and replica: requests that its worker has claimed since its start, and their prompt tokens."""
     look_again: bool
     """Something was seen for the first time, or two sources disagree for a moment: look again soon."""
 
@@ -55,10 +66,15 @@ class WaitingJobs(msgspec.Struct, frozen=True, kw_only=True):
 
     seen_s: float
     """`time.monotonic()` when that look began."""
-    pending: int
-    """Jobs that wait for a place on any node."""
-    running: dict[str, int]
-    """Jobs that have one, by node: those of them that have no lane yet are about to take one."""
+    pending: Mapping[str | None, int]
+    """Jobs that wait for a place on any node, by model; None: of those whose model is not known."""
+    running: Mapping[str, Mapping[str | None, int]]
+    """Jobs that have one, by node and model: those that have no lane yet are about to take one."""
+
+    @property
+    def total(self) -> int:
+        """Jobs that wait for a place."""
+        return sum(self.pending.values())
 
 
 class Observer:
@@ -89,8 +105,11 @@ class Observer:
         self._telemetry.queue_index(pipe)
         pipe.hgetall(self._keys.holds)
         pipe.get(self._keys.policy_current)
-        *index_answers, holds, policy = await pipe.execute()
+        *index_answers, holds, policy = await pipe.execute(raise_on_error=False)
         index = read_index(index_answers)
+        # An order to keep closed must not get lost: holds that cannot be read hold the pool.
+        holds = answer_or(holds, {WHOLE_POOL.encode(): b""}, self._keys.holds)
+        policy = answer_or(policy, b"", self._keys.policy_current)
         # A shared lane has its replica's name: so a lane is known before its replica's record was read.
         lanes = sorted({*index.lanes, *index.replicas, *self._lanes})
         answers = await self._read(index, lanes)
@@ -98,7 +117,7 @@ class Observer:
         telemetry = read_records(index, answers[2:4], server_ms(answers[-1]))
         places = telemetry.places()
         gates = dict(zip(lanes, zip(answers[0], answers[1], strict=False), strict=False))
-        queues, claimed = self._queues(answers[4:-1])
+        queues, claimed, packs = self._queues(answers[4:-1])
         replicas, disagree = _replicas(telemetry, claimed)
         unread = self._remember(telemetry, places)
         views = [
@@ -114,8 +133,15 @@ class Observer:
             lanes=tuple(views),
             queues=queues,
             holds=read_holds(holds),
+            packs=packs,
         )
-        return Observation(snapshot=snapshot, mono_s=mono_s, policy=policy, look_again=unread or disagree)
+        return Observation(
+            snapshot=snapshot,
+            mono_s=mono_s,
+            policy=policy,
+            claimed=_claims(telemetry),
+            look_again=unread or disagree,
+        )
 
     async def _read(self, index: Index, lanes: Sequence[str]) -> list[Any]:
         answers = await self._send(index, lanes)
@@ -138,23 +164,29 @@ class Observer:
             pipe.execute_command("EVALSHA", digest("depth"), len(streams), *streams)
             for stream in streams:
                 pipe.xpending(stream, GROUP)
+            pipe.get(self._keys.pack(model))
         pipe.time()
         return list(await pipe.execute(raise_on_error=False))
 
-    def _queues(self, answers: Sequence[Any]) -> tuple[tuple[QueueView, ...], Counter[str]]:
-        """The queue of each model, and how many requests each replica has claimed and not yet ended."""
-        step = 1 + len(PRIORITIES)
+    def _queues(self, answers: Sequence[Any]) -> tuple[tuple[QueueView, ...], Counter[str], tuple[Pack, ...]]:
+        """The queue of each model, how many requests each replica has claimed and not yet ended, and the pack
+        orders that stand."""
+        step = 2 + len(PRIORITIES)
         claimed: Counter[str] = Counter()
         queues = []
+        packs = []
         for i, model in enumerate(self._models):
-            depth, *pending = answers[i * step : (i + 1) * step]
+            depth, *pending, order = answers[i * step : (i + 1) * step]
+            pack = decode_pack(answer_or(order, None, self._keys.pack(model)), model)
+            if pack is not None:
+                packs.append(pack)
             queues.append(_queue(model, depth))
             for answer in pending:
                 # No stream or no group yet: nothing was ever claimed there.
                 if not isinstance(answer, ResponseError):
                     for consumer in answer["consumers"]:
                         claimed[consumer["name"].decode().rpartition(":")[0]] += int(consumer["pending"])
-        return tuple(queues), claimed
+        return tuple(queues), claimed, tuple(packs)
 
     def _remember(self, telemetry: Telemetry, places: dict[str, str]) -> bool:
         """Note models and lanes for the next look; whether this look could not read some of them yet."""
@@ -188,6 +220,16 @@ def _replicas(telemetry: Telemetry, claimed: Counter[str]) -> tuple[tuple[Replic
     return tuple(views), behind
 
 
+def _claims(telemetry: Telemetry) -> dict[str, dict[str, tuple[float, float]]]:
+    """What the replicas of each model say that they have claimed; who says nothing is left out."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for record in telemetry.replicas.values():
+        if record is not None and record.claimed is not None and record.claimed_tokens is not None:
+            told = float(record.claimed), float(record.claimed_tokens)
+            found.setdefault(record.model, {})[record.replica] = told
+    return found
+
+
 def _lane(lane: str, replica: str, telemetry: Telemetry, gate: tuple[bytes | None, bytes | None]) -> LaneView:
     epoch, raw = gate
     return lane_view(
@@ -196,7 +238,7 @@ def _lane(lane: str, replica: str, telemetry: Telemetry, gate: tuple[bytes | Non
         telemetry.lanes.get(lane),
         telemetry.now_ms,
         gate=decode_gate(raw),
-        epoch=int(epoch or 0),
+        epoch=read_epoch(epoch, lane),
     )
 
 
@@ -205,23 +247,51 @@ def with_jobs(
 ) -> list[LaneView]:
     """The lanes, with the jobs that could take those of a Slurm node at which no worker stands.
 
-    Where none stands none of our work is in the engine, so what is there counts as somebody else's.
+    A lane is for jobs of its model, and for those whose model is not known.
+    Where none stands none of our work is in the engine, so what is there counts as somebody else's. A job
+    whose own lane stays closed changes it for another of the node that is open, so it is coming too.
     """
-    nodes = {record.replica: record.node for record in telemetry.replicas.values() if record is not None}
+    places = {
+        record.replica: (record.node, record.model)
+        for record in telemetry.replicas.values()
+        if record is not None
+    }
     taken = Counter(
-        nodes.get(view.replica, "") for view in views if telemetry.lanes.get(view.lane) is not None
+        places.get(view.replica, ("", ""))
+        for view in views
+        if telemetry.lanes.get(view.lane) is not None and not _stays_closed(view, telemetry.now_ms)
     )
     age_ms = (mono_s - waiting.seen_s) * 1000.0
     out = []
     for view in views:
-        node = nodes.get(view.replica, "")
+        node, model = places.get(view.replica, ("", ""))
         if node and telemetry.lanes.get(view.lane) is None:
-            coming = max(0, waiting.running.get(node, 0) - taken[node])
-            jobs = Signal(value=float(waiting.pending + coming), age_ms=age_ms)
+            pending = waiting.pending.get(model, 0) + waiting.pending.get(None, 0)
+            coming = _coming(waiting.running.get(node, {}), node, model, taken)
+            jobs = Signal(value=float(pending + coming), age_ms=age_ms)
             none = Signal(value=0.0, age_ms=0.0)
             view = msgspec.structs.replace(view, waiting_jobs=jobs, offline_inflight=none)
         out.append(view)
     return out
+
+
+def _coming(
+    running: Mapping[str | None, int], node: str, model: str, taken: Mapping[tuple[str, str], int]
+) -> int:
+    """Jobs of a node that have no lane and could take one of a model.
+
+    Lanes that more jobs have than are known to need their model are those of jobs whose model is not known.
+    """
+    own = max(0, running.get(model, 0) - taken.get((node, model), 0))
+    others = sum(
+        max(0, many - running.get(what, 0)) for (where, what), many in taken.items() if where == node
+    )
+    return own + max(0, running.get(None, 0) - others)
+
+
+def _stays_closed(view: LaneView, now_ms: float) -> bool:
+    gate = view.gate
+    return gate is None or (gate.state is GateState.CLOSED and now_ms - gate.since_ms >= MOVES_MS)
 
 
 def _queue(model: str, answer: Any) -> QueueView:

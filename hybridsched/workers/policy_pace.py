@@ -6,16 +6,13 @@ import asyncio
 import contextlib
 import time
 
-from hybridsched.core.policy import CyclePolicy, PoolPolicy
+from hybridsched.core.cycles import COALESCE_MS, coalesce_ms, wait_ms
+from hybridsched.core.policy import PolicyKind, PoolPolicy
 from hybridsched.core.values import GateDecision
 from hybridsched.workers.policy_observe import Observation
 
-COALESCE_MS = (1.0, 20.0)
-"""Least and most that a nudge waits for others. Within these: a quarter of the idle window, so that the cycle
-after a replica fell idle comes well before its window is over, however many nudges there are."""
-
-MARGIN_MS = 0.2
-"""A look at the end of an idle window comes this much after it, lest rounding makes it too early."""
+_NONE = PoolPolicy(name="none", kind=PolicyKind.ONLINE_ONLY)
+"""Its times hold while there is no policy."""
 
 
 class Pace:
@@ -40,16 +37,9 @@ class Pace:
 
     def plan(self, seen: Observation, decisions: tuple[GateDecision, ...], policy: PoolPolicy | None) -> None:
         """After a cycle: when must the next one run at the latest."""
-        cycle = CyclePolicy() if policy is None else policy.cycle
-        window_ms = COALESCE_MS[1] * 4 if policy is None else policy.idle.window_ms
-        self._coalesce_s = min(max(window_ms / 4.0, COALESCE_MS[0]), COALESCE_MS[1]) / 1000.0
-        wait_s = cycle.interval_ms / 1000.0
-        checks = [d.check_in_ms for d in decisions if d.check_in_ms is not None]
-        if checks:
-            wait_s = min(wait_s, (max(min(checks), 0.0) + MARGIN_MS) / 1000.0)
-        if seen.look_again:
-            wait_s = min(wait_s, self._coalesce_s)
-        self._due = seen.mono_s + wait_s
+        policy = policy or _NONE
+        self._coalesce_s = coalesce_ms(policy) / 1000.0
+        self._due = seen.mono_s + wait_ms(policy, decisions, look_again=seen.look_again) / 1000.0
 
     async def wait(self, last_cycle_s: float) -> None:
         """Until the next cycle. Nudges never take more than about half of a core: the gap is at least as long

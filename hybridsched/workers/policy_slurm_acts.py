@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from hybridsched.cluster.protocol import Cluster
-from hybridsched.cluster.values import ClusterError, Gres, JobChange, JobSpec
-from hybridsched.core import fill
+from hybridsched.cluster.values import ClusterError, Gres, Job, JobChange, JobSpec
+from hybridsched.core import fill_values as fill
 from hybridsched.core.policy import ReplicasPolicy, SlurmPolicy
 from hybridsched.core.replica_values import (
     Cancel,
@@ -62,6 +62,7 @@ class Acts:
         self._redis_url, self._pool, self._speed, self._scripts = redis_url, pool, speed, scripts
         self._forget = forget
         self._leaving: dict[int, float] = {}
+        self._addresses: dict[int, tuple[int, int | None]] = {}
         self.problem = ""
         """What went wrong last; empty when the last act went well."""
 
@@ -72,24 +73,57 @@ class Acts:
                 await self._do(act, lambda: self._cluster.set_gres_count(node, policy.fill_gres, count))
             case fill.RequeueJob(job=job):
                 asked = self._leaving.get(job)
+                number, task = self._addresses.get(job, (job, None))
                 if asked is None:
                     # It keeps its place and requeues itself; what does not know how to is requeued below.
                     tell = self._cluster.signal
-                    result = await self._do(act, lambda: tell(job, LEAVE), word="signal_job")
+                    result = await self._do(act, lambda: tell(number, LEAVE, task=task), word="signal_job")
                     if result.ok:
                         self._leaving[job] = time.monotonic()
                 elif time.monotonic() - asked >= NOTICE_S:
-                    await self._do(act, lambda: self._cluster.requeue(job))
+                    await self._do(act, lambda: self._cluster.requeue(number, task=task))
         return now_ms()
 
-    def gone(self, jobs: set[int]) -> None:
-        """Which jobs still hold a place: the others have left."""
+    def there(self, jobs: Mapping[int, tuple[int, int | None]]) -> None:
+        """Which jobs still hold a place, and how each is named to Slurm: the others have left."""
+        self._addresses = dict(jobs)
         self._leaving = {job: at for job, at in self._leaving.items() if job in jobs}
 
-    async def hasten(self, job: int) -> None:
-        """Let a requeued job start before its wait is over."""
-        change = JobChange(start_now=True)
-        await self._do(_Hasten(job=job), lambda: self._cluster.update_job(job, change))
+    async def hasten(self, job: Job) -> bool:
+        """Let a requeued job start before its wait is over; whether Slurm did it."""
+        return await self._change(_Hasten(job=job.id), job, JobChange(start_now=True))
+
+    async def release(self, job: Job) -> None:
+        """Let go a job that Slurm holds."""
+        await self._change(_Release(job=job.id), job, JobChange(held=False))
+
+    async def keep_away(self, job: Job, excluded: tuple[str, ...], comment: str) -> None:
+        """Exclude nodes for a waiting job; `comment` says which of them are excluded by us."""
+        number, task = job.address
+        change = JobChange(excluded=excluded, comment=comment)
+
+        async def tell() -> None:
+            try:
+                await self._cluster.update_job(number, change, task=task)
+            except ClusterError as error:
+                # It has started in between; or tasks of its array run, and the waiting ones were changed.
+                if error.code != "refused" or "pending" not in str(error):
+                    raise
+
+        await self._do(_KeepAway(job=job.id, excluded=excluded), tell)
+
+    async def park(self, node: str, reason: str) -> None:
+        """Let nothing start on the parked node."""
+        await self._do(_Park(node=node), lambda: self._cluster.drain(node, reason))
+
+    async def park_count(self, node: str, count: int, policy: SlurmPolicy) -> None:
+        """Give the parked node its count of the fill GRES."""
+        act = _Park(node=node, count=count)
+        await self._do(act, lambda: self._cluster.set_gres_count(node, policy.fill_gres, count))
+
+    async def _change(self, act: msgspec.Struct, job: Job, change: JobChange) -> bool:
+        number, task = job.address
+        return (await self._do(act, lambda: self._cluster.update_job(number, change, task=task))).ok
 
     async def replica(self, act: Instruction, policy: SlurmPolicy) -> Result:
         """One instruction of `core.replicas`, with its result."""
@@ -130,6 +164,7 @@ class Acts:
                 arguments=wanted.arguments,
                 partition=policy.partition_online,
                 gres=(parse_gres(wanted.gres),),
+                excluded=act.excluded,
                 time_limit_min=math.ceil(wanted.time_limit_s / 60),
                 comment=tag.text(),
                 signal=f"B:{LEAVE}@{max(1, policy.notice_s)}",
@@ -182,6 +217,20 @@ class Acts:
 
 class _Hasten(msgspec.Struct, frozen=True, kw_only=True, tag="hasten_job"):
     job: int
+
+
+class _KeepAway(msgspec.Struct, frozen=True, kw_only=True, tag="keep_away"):
+    job: int
+    excluded: tuple[str, ...]
+
+
+class _Release(msgspec.Struct, frozen=True, kw_only=True, tag="release_job"):
+    job: int
+
+
+class _Park(msgspec.Struct, frozen=True, kw_only=True, tag="park_node"):
+    node: str
+    count: int | None = None
 
 
 def parse_gres(text: str) -> Gres:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from hybridsched.store.found import read_json
+
 RECENT = 2048
 """Cycles that the quantiles look back on."""
 
@@ -34,6 +36,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     speed: float
     problem: str = ""
     """Why a newer policy is not in force, or none at all; empty when all is well."""
+
+
+_STATUS = msgspec.json.Decoder(WorkerStatus)
+
+
+def read_status(raw: bytes | None) -> WorkerStatus | None:
+    """What stands at that key; None when nothing does, or nothing that can be read."""
+    return read_json(_STATUS, raw, "what the policy worker says of itself")
 
 
 class CycleStats:

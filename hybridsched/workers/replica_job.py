@@ -1,8 +1,9 @@
 """One online replica as a Slurm job: the engine and the online worker beside it, started and ended together.
 
-The job's exit status says what happened, for whoever looks at Slurm: 0 told to stop, `ENGINE_DIED`,
-`GPU_LOST` (reported to the policy worker, which may drain the node), `NOT_STARTED`. The engine listens on the
-loopback only: its control endpoints have no password.
+An engine that runs and cannot be used (`core.engine_health`) is started again here, worker and job stay in
+their places; one that dies ends the job. The exit status says what happened, for whoever looks at Slurm:
+0 told to stop, `ENGINE_DIED`, `GPU_LOST` (reported to the policy worker, which may drain the node), or
+`NOT_STARTED`. The engine listens on the loopback only: its control endpoints have no password.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from redis.exceptions import RedisError
 
+from hybridsched import notice
+from hybridsched.core.engine_health import Fault
 from hybridsched.engines.vllm_http import VllmHttpEngine
 from hybridsched.log import get_logger
+from hybridsched.ports import taken
 from hybridsched.process import die_with_parent
 from hybridsched.store.connection import async_client
 from hybridsched.store.events import EventLog
@@ -109,6 +113,8 @@ async def run_replica_job(job: ReplicaJob) -> int:
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     for number in signals:
         loop.add_signal_handler(number, stop.set)
+    if notice.came():
+        stop.set()
     client = async_client(job.redis_url, name=f"hybridsched-replica-{job.replica}")
     try:
         return await _Run(job, client, stop).run()
@@ -121,16 +127,41 @@ async def run_replica_job(job: ReplicaJob) -> int:
 class _Run:
     def __init__(self, job: ReplicaJob, client: Redis, stop: asyncio.Event) -> None:
         self._job, self._client, self._stop = job, client, stop
-        port = job.port or free_port()
+        self._port = port = job.port or free_port()
         self._argv = engine_command(job.command, port, job.replica)
         self._engine = VllmHttpEngine(f"http://{LOOPBACK}:{port}")
         self._process: asyncio.subprocess.Process | None = None
+        self._died: asyncio.Task[int] | None = None
+        self._again = asyncio.Event()
+        """The engine has to be started again."""
 
     async def run(self) -> int:
-        job = self._job
+        try:
+            status = await self._start()
+            if status is None:
+                status = await self._healthy()
+            if status is None:
+                status = await self._serve()
+        finally:
+            await self._end_engine()
+            await self._engine.close()
+        if status in (ENGINE_DIED, NOT_STARTED) and await self._gpu_lost(used=status == ENGINE_DIED):
+            return GPU_LOST
+        return status
+
+    async def _start(self) -> int | None:
+        """Start the engine's process. None: it runs; else the exit status."""
+        if taken(self._port):
+            # Its answers would pass for our engine's.
+            _log.error(
+                "Another server listens on the engine's port already; stop it, or give another --port.",
+                key="engine_port_taken",
+                engine=self._engine.url,
+            )
+            return NOT_STARTED
         try:
             # A group of its own, so that all of it can be ended; the kernel ends it when this process dies.
-            self._process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *self._argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
@@ -143,37 +174,27 @@ class _Run:
                 command=self._argv[0],
                 error=str(error),
             )
-            await self._engine.close()
             return NOT_STARTED
-        died = asyncio.create_task(self._process.wait(), name="engine-exit")
+        self._process = process
+        self._died = asyncio.create_task(process.wait(), name="engine-exit")
         _log.info(
             "The engine was started; requests are taken when it is healthy.",
             key="replica_started",
-            replica=job.replica,
+            replica=self._job.replica,
             engine=self._engine.url,
-            pid=self._process.pid,
+            pid=process.pid,
         )
-        try:
-            status = await self._healthy(died)
-            if status is None:
-                status = await self._serve(died)
-        finally:
-            await self._end_engine()
-            await end_tasks(died)
-            await self._engine.close()
-        if status in (ENGINE_DIED, NOT_STARTED) and await self._gpu_lost():
-            return GPU_LOST
-        return status
+        return None
 
-    async def _healthy(self, died: asyncio.Task[int]) -> int | None:
+    async def _healthy(self) -> int | None:
         """Wait for the engine. None: it serves; else the exit status."""
         deadline = time.monotonic() + self._job.start_s
         while not self._stop.is_set():
-            if died.done():
+            if self._died is not None and self._died.done():
                 _log.error(
                     "The engine ended before it was healthy; its own words stand above.",
                     key="engine_start_failed",
-                    status=died.result(),
+                    status=self._died.result(),
                 )
                 return NOT_STARTED
             if await self._engine.healthy():
@@ -188,7 +209,7 @@ class _Run:
             await asyncio.sleep(_LOOK_S)
         return 0
 
-    async def _serve(self, died: asyncio.Task[int]) -> int:
+    async def _serve(self) -> int:
         job = self._job
         async with EventLog(self._client, job.pool) as events:
             worker = OnlineWorker(
@@ -203,43 +224,81 @@ class _Run:
                 node="" if job.place is None else job.place.node,
                 job="" if job.place is None else job.place.job,
                 options=OnlineOptions(drain_s=job.drain_s),
+                restart=self._again.set,
             )
             leave = asyncio.Event()
             serving = asyncio.create_task(worker.run(leave), name="online-worker")
-            stopped = asyncio.create_task(self._stop.wait(), name="replica-stop")
-            hung = asyncio.create_task(self._hung(worker), name="replica-hung")
             try:
-                await asyncio.wait([serving, stopped, hung, died], return_when=asyncio.FIRST_COMPLETED)
-                status = 0
-                if died.done() and not stopped.done():
-                    _log.error(
-                        "The engine died; its requests go to other replicas or fail, and the job ends.",
-                        key="engine_died",
-                        status=died.result(),
-                    )
-                    status = ENGINE_DIED
-                elif hung.done() and not stopped.done():
-                    _log.error(
-                        "The engine runs and does not answer; it is ended, and the job with it.",
-                        key="engine_given_up",
-                        hung_s=job.hung_s,
-                    )
-                    status = ENGINE_DIED
-                    await self._end_engine()
+                status = await self._until_over(worker, serving)
                 leave.set()
                 await serving
             finally:
                 leave.set()
-                await end_tasks(serving, stopped, hung)
+                await end_tasks(serving)
         _log.info("The replica has left the pool.", key="replica_left", replica=job.replica, status=status)
         return status
 
+    async def _until_over(self, worker: OnlineWorker, serving: asyncio.Task[None]) -> int:
+        """Until the replica has to end; the exit status. The engine is started again meanwhile."""
+        stopped = asyncio.create_task(self._stop.wait(), name="replica-stop")
+        try:
+            while True:
+                hung = asyncio.create_task(self._hung(worker), name="replica-hung")
+                again = asyncio.create_task(self._again.wait(), name="replica-again")
+                waited = [serving, stopped, hung, again, *([self._died] if self._died else [])]
+                try:
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    await end_tasks(hung, again)
+                if serving.done() or stopped.done():
+                    return 0
+                if self._died is not None and self._died.done():
+                    _log.error(
+                        "The engine died; its requests go to other replicas or fail, and the job ends.",
+                        key="engine_died",
+                        status=self._died.result(),
+                    )
+                    return ENGINE_DIED
+                if self._again.is_set():
+                    status = await self._start_again()
+                    if status is not None:
+                        return status
+                    continue
+                _log.error(
+                    "The engine runs and cannot be used; it is ended, and the job with it.",
+                    key="engine_given_up",
+                    hung_s=self._job.hung_s,
+                    fault=worker.watch.fault,
+                )
+                await self._end_engine()
+                return ENGINE_DIED
+        finally:
+            await end_tasks(stopped)
+
+    async def _start_again(self) -> int | None:
+        """End the engine and start another in its place. None: it is there; else the exit status."""
+        self._again.clear()
+        _log.warning(
+            "The engine is ended and started again; the replica takes no request meanwhile.",
+            key="engine_start_again",
+            replica=self._job.replica,
+        )
+        await self._end_engine()
+        verdict = await probe_gpus(job_gpus(), probe=self._job.gpu_probe, used=True)
+        if verdict.broken is True:
+            return ENGINE_DIED  # what follows reports it
+        status = await self._start()
+        if status is None:
+            status = await self._healthy()
+        # Its death is one at work, not at the start: it has run before.
+        return ENGINE_DIED if status == NOT_STARTED else status
+
     async def _hung(self, worker: OnlineWorker) -> None:
-        """Returns when the engine has not been healthy for too long."""
-        well = time.monotonic()
+        """Returns when the engine has not been usable for too long; one that was put to sleep may sleep."""
+        well, watch = time.monotonic(), worker.watch
         while time.monotonic() - well < self._job.hung_s:
             await asyncio.sleep(_LOOK_S)
-            if worker.watch.healthy or worker.watch.checked_at is None:
+            if watch.healthy or watch.checked_at is None or watch.fault == Fault.ASLEEP:
                 well = time.monotonic()
 
     async def _end_engine(self) -> None:
@@ -256,11 +315,15 @@ class _Run:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await process.wait()
+        self._process = None
+        if self._died is not None:
+            await end_tasks(self._died)
+            self._died = None
 
-    async def _gpu_lost(self) -> bool:
-        """After an engine's death: is it the GPU? Then the policy worker is told."""
+    async def _gpu_lost(self, *, used: bool) -> bool:
+        """After an engine's death: is it the GPU? Then the policy worker is told. `used`: it had run."""
         place = self._job.place
-        verdict = await probe_gpus(job_gpus(), probe=self._job.gpu_probe)
+        verdict = await probe_gpus(job_gpus(), probe=self._job.gpu_probe, used=used)
         if verdict.broken is not True:
             return False
         _log.error("The GPU is gone; the policy worker is told.", key="gpu_lost", why=verdict.why)

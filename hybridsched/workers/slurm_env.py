@@ -6,16 +6,20 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hybridsched.log import get_logger
 
+if TYPE_CHECKING:
+    from hybridsched.store.lane_holders import Place
+
 LEAVE_STATUS = 75
 """Exit status of a program that has kept its place and wants another run: EX_TEMPFAIL of sysexits.h."""
 
 HELD_VARIABLE = "HYBRIDSCHED_LANE_HELD"
-"""Set to 1 by `hybridsched lane run` for its command: it keeps the lane, and the place in Slurm."""
+"""Set by `hybridsched lane run` for its command: it keeps the lane, and the place in Slurm (`HeldMark`)."""
 
 _ATTEMPTS = 6
 _ATTEMPT_S = 10.0
@@ -36,6 +40,55 @@ class JobPlace(msgspec.Struct, frozen=True, kw_only=True):
     """How often Slurm has requeued it."""
 
 
+class HeldMark(msgspec.Struct, frozen=True, kw_only=True):
+    """Who keeps the lane for a process, as it stands in `HELD_VARIABLE`.
+
+    Environments are handed on, from a job to those that it submits too: a mark holds only within the run of
+    the job that it names, and while Redis has that owner as the lane's holder.
+    """
+
+    job: str = ""
+    """As in `JobPlace`; empty outside Slurm."""
+    restarts: int = 0
+    owner: str = ""
+    """As in the lane's holder record."""
+    lane: str = ""
+    model: str = ""
+    url: str = ""
+
+    def text(self) -> str:
+        """As it stands in the environment."""
+        return msgspec.json.encode(self).decode()
+
+    def holds_in(self, place: JobPlace | None) -> bool:
+        """Whether it was made in this run of this job."""
+        job, restarts = ("", 0) if place is None else (place.job, place.restarts)
+        return bool(self.owner and self.lane) and (self.job, self.restarts) == (job, restarts)
+
+
+def held_by(job: JobPlace | None, owner: str, place: Place) -> HeldMark:
+    """The mark of a lane that this job's process `owner` keeps."""
+    return HeldMark(
+        job=job.job if job else "",
+        restarts=job.restarts if job else 0,
+        owner=owner,
+        lane=place.lane,
+        model=place.model,
+        url=place.url,
+    )
+
+
+def held_mark(environ: Mapping[str, str] | None = None) -> HeldMark | None:
+    """The mark in the environment, whether it holds here or not; None: there is none that can be read."""
+    raw = (os.environ if environ is None else environ).get(HELD_VARIABLE)
+    if not raw:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=HeldMark)
+    except (msgspec.DecodeError, UnicodeError):
+        return HeldMark()
+
+
 def job_place(environ: Mapping[str, str] | None = None) -> JobPlace | None:
     """The job of this process; None outside Slurm."""
     env = os.environ if environ is None else environ
@@ -49,6 +102,11 @@ def job_place(environ: Mapping[str, str] | None = None) -> JobPlace | None:
         node=node,
         restarts=int(restarts) if restarts.isdigit() else 0,
     )
+
+
+def own_gpus(environ: Mapping[str, str] | None = None) -> str | None:
+    """The GPUs that Slurm gave to this job alone; None: it has none, as a job on a lane should."""
+    return (os.environ if environ is None else environ).get("SLURM_JOB_GPUS") or None
 
 
 def requeue(place: JobPlace, *, attempts: int = _ATTEMPTS, pause_s: float = 1.0) -> bool:
@@ -65,7 +123,8 @@ def requeue(place: JobPlace, *, attempts: int = _ATTEMPTS, pause_s: float = 1.0)
             done = subprocess.run(  # noqa: S603 - an argument list, of Slurm's own words
                 ["scontrol", "requeue", place.job],  # noqa: S607 - the site's scontrol is where PATH says
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=_ATTEMPT_S,
                 check=False,
             )

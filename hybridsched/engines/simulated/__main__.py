@@ -54,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         "--runner", choices=("generate", "pooling"), default="generate", help="pooling: embeddings"
     )
     p.add_argument("--enable-server-load-tracking", action="store_true")
+    p.add_argument(
+        "--enable-sleep-mode", action="store_true", help="sleep frees memory; without, it only pauses"
+    )
+    p.add_argument(
+        "--enable-prompt-tokens-details", action="store_true", help="say in `usage` what the prefix cache had"
+    )
     p.add_argument("--iteration-log", type=Path, default=None, help="JSON lines, one for each engine step")
     return p
 
@@ -86,7 +92,11 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     calls = Calls(
-        engine, tuple(args.served_model_name), runner=args.runner, max_queued=args.max_num_queued_reqs
+        engine,
+        tuple(args.served_model_name),
+        runner=args.runner,
+        max_queued=args.max_num_queued_reqs,
+        prompt_details=args.enable_prompt_tokens_details,
     )
     port = sock.getsockname()[1]
     ready = describe(
@@ -97,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             "speed": args.speed,
         }
     )
-    app = App(calls, track_load=args.enable_server_load_tracking)
+    app = App(calls, track_load=args.enable_server_load_tracking, sleep_mode=args.enable_sleep_mode)
     return serve(
         app, host=args.host, port=port, shutdown_timeout=args.shutdown_timeout, ready=ready, sock=sock
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -24,8 +25,41 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
 
 
+class NoSuchPathError(ApiError):
+    """What the web framework under vLLM says of a path that it does not have."""
+
+    def body(self) -> dict[str, Any]:
+        return {"detail": str(self)}
+
+
+NO_SUCH_PATH = NoSuchPathError(404, "Not Found", kind="NotFoundError")
+NO_SUCH_METHOD = NoSuchPathError(405, "Method Not Allowed", kind="NotFoundError")
+
+_AT = re.compile(r" - at `\$(.*)`$")
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+
+
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, kind="BadRequestError", param=param)
+
+
+def unreadable(message: str) -> ApiError:
+    """The refusal of a body that is no JSON, or has a field of another type; `message` is the decoder's.
+
+    vLLM checks bodies before it looks at what they ask for, and names the place as `body.field.index`.
+    """
+    at, byte = _AT.search(message), _BYTE.search(message)
+    place = "body"
+    if at is not None:
+        place += at[1].replace("[", ".").replace("]", "")
+    elif byte is not None:
+        place += f".{byte[1]}"
+    return ApiError(400, message, kind="Bad Request", param=place)
+
+
+def bad_query(message: str, name: str) -> ApiError:
+    """The refusal of a query parameter."""
+    return ApiError(400, message, kind="Bad Request", param=f"query.{name}")
 
 
 class StreamOptions(msgspec.Struct):
@@ -108,7 +142,10 @@ def prompts_of(
     if isinstance(value, str):
         return [_text(value, special)]
     if not value:
-        raise bad_request(f"{name} must be a non-empty string, list of token ids, or list of prompts", name)
+        raise bad_request(
+            f"{name} must be a non-empty string, list of token ids, or list of prompts",
+            name if value is None else None,
+        )
     first = value[0]
     if isinstance(first, int):
         return [_ids(value, name)]
@@ -119,7 +156,7 @@ def prompts_of(
         elif isinstance(item, list):
             out.append(_ids(item, name))
         else:
-            raise bad_request(f"{name} mixes token ids with prompts; give one kind", name)
+            raise _mixed(value, name)
     return out
 
 
@@ -129,16 +166,26 @@ def _text(text: str, special: bool) -> list[int]:
 
 def _ids(value: list[Any], name: str) -> list[int]:
     if not value:
-        raise bad_request(f"{name} must not be an empty list of token ids", name)
+        raise bad_request(f"{name} must not be an empty list of token ids")
     try:
         high = max(value)  # fails on a mixture; that none is negative was seen to when decoding
     except TypeError:
         high = None
     if not isinstance(high, int):
-        raise bad_request(f"{name} mixes token ids with prompts; give one kind", name)
+        raise _mixed(value, name)
     if high >= tokens.VOCAB_SIZE:
-        raise bad_request(f"Token id {high} is out of vocabulary (0 to {tokens.VOCAB_SIZE - 1})", name)
+        raise bad_request(f"Token id {high} is out of vocabulary (0 to {tokens.VOCAB_SIZE - 1})")
     return value
+
+
+def _mixed(value: list[Any], name: str) -> ApiError:
+    at = next(i for i, one in enumerate(value) if type(one) is not type(value[0]))
+    return ApiError(
+        400,
+        f"{name} mixes token ids with prompts; give one kind",
+        kind="Bad Request",
+        param=f"body.{name}.{at}",
+    )
 
 
 def chat_ids(messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
@@ -163,7 +210,7 @@ def check_sampling(body: Common) -> None:
     """
     n = 1 if body.n is None else body.n
     if n < 1:
-        raise bad_request(f"n must be at least 1, got {n}.", "n")
+        raise bad_request(f"n must be at least 1, got {n}.")
     if n > 1:
         raise bad_request(f"n must be 1 on the simulated engine, got {n}; send {n} requests instead.", "n")
     if body.temperature is not None and body.temperature < 0:
@@ -171,9 +218,7 @@ def check_sampling(body: Common) -> None:
     if body.top_p is not None and not 0 < body.top_p <= 1:
         raise bad_request(f"top_p must be in (0, 1], got {body.top_p}.", "top_p")
     if body.min_tokens < 0:
-        raise bad_request(
-            f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.", "min_tokens"
-        )
+        raise bad_request(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
     if body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs is not supported by the simulated engine", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -194,8 +239,10 @@ def output_limit(asked: int | None, *, prompt_tokens: int, max_model_len: int, d
     Raises:
         ApiError: below 1, or prompt and output exceed the context.
     """
-    if prompt_tokens >= max_model_len:
+    if prompt_tokens > max_model_len:
         raise too_long(prompt_tokens, max_model_len)
+    if prompt_tokens == max_model_len:
+        raise bad_request("max_tokens must be at least 1, got 0.", "max_tokens")
     if asked is None:
         room = max_model_len - prompt_tokens
         return room if default is None else min(default, room)

@@ -13,6 +13,7 @@ import msgspec
 from hybridsched.engines.simulated import api
 from hybridsched.engines.simulated.answers import (
     DEATH,
+    UNUSED_ANSWER,
     choice,
     death_event,
     encode_json,
@@ -44,7 +45,7 @@ def parse(decode: Callable[[bytes], _Body], raw: bytes) -> _Body:
     try:
         return decode(raw)
     except msgspec.MsgspecError as error:
-        raise api.bad_request(str(error)) from error
+        raise api.unreadable(str(error)) from error
 
 
 class Call:
@@ -68,24 +69,31 @@ class Calls:
     """Checks and runs calls on one engine."""
 
     def __init__(
-        self, engine: EngineLoop, models: tuple[str, ...], *, runner: str, max_queued: int | None
+        self,
+        engine: EngineLoop,
+        models: tuple[str, ...],
+        *,
+        runner: str,
+        max_queued: int | None,
+        prompt_details: bool,
     ) -> None:
+        """`prompt_details`: say in each usage how many prompt tokens the prefix cache had."""
         self.engine = engine
         self.models = models
         self.runner = runner
         self.max_queued = max_queued
+        self.prompt_details = prompt_details
         self.draining = False
         """Shutting down: what is in flight may end, nothing new begins."""
 
     def check_model(self, model: str | None, runner: str) -> str:
         """The model's name, or an `ApiError` when it is not served or cannot do this."""
-        if model is not None and model not in self.models:
+        if model and model not in self.models:  # an empty name is none
             raise api.ApiError(
                 404, f"The model `{model}` does not exist.", kind="NotFoundError", param="model"
             )
         if runner != self.runner:
-            what = "Embeddings" if runner == "pooling" else "Completions"
-            raise api.bad_request(f"The model does not support {what} API")
+            raise api.NO_SUCH_PATH  # vLLM has no such route for a model that cannot do it
         return model or self.models[0]
 
     # -- body to sequences ------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ class Calls:
         if body.logprobs:
             raise api.bad_request("logprobs is not supported by the simulated engine", "logprobs")
         if not body.messages:
-            raise api.bad_request("messages must hold at least one message", "messages")
+            raise api.bad_request("messages must hold at least one message")
         call = Call(CHAT, body, f"chatcmpl-{request_id}", model, streaming=bool(body.stream))
         prompt = api.chat_ids(body.messages, add_generation_prompt=body.add_generation_prompt)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -148,8 +156,7 @@ class Calls:
         )
         if body.min_tokens > limit:
             raise api.bad_request(
-                f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.",
-                "min_tokens",
+                f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}."
             )
         call.seqs.append(
             Seq(
@@ -207,7 +214,7 @@ class Calls:
         engine = self.engine
         if self.max_queued is not None and engine.in_flight + len(call.seqs) > self.max_queued:
             engine.metrics.rejections += 1
-            raise api.ApiError(503, _BUSY, kind="ServiceUnavailableError")
+            raise api.ApiError(503, _BUSY, kind="Service Unavailable")
         engine.submit(call.seqs)
 
     def leave(self, call: Call) -> None:
@@ -231,7 +238,11 @@ class Calls:
             raise api.ApiError(500, DEATH, kind="InternalServerError")
         if call.answer.gone:
             return None
-        return _embeddings(call) if isinstance(call.body, api.EmbeddingBody) else _completions(call)
+        return (
+            _embeddings(call)
+            if isinstance(call.body, api.EmbeddingBody)
+            else _completions(call, details=self.prompt_details)
+        )
 
     async def events(self, call: Call) -> AsyncIterator[tuple[bytes, bool]]:
         """Server-sent events of an accepted call that streams, and whether they are the last.
@@ -262,20 +273,33 @@ class Calls:
             for index, sink in changed.items():
                 first = index not in started
                 started.add(index)
-                parts += events(head, sink, chat=chat, with_ids=with_ids, first=first, options=options)
+                parts += events(
+                    head,
+                    sink,
+                    chat=chat,
+                    with_ids=with_ids,
+                    first=first,
+                    options=options,
+                    details=self.prompt_details,
+                )
             over = answer.over
             if answer.died:
                 parts.append(death_event())
             elif answer.open == 0:
                 if options.include_usage:
-                    parts.append(head + b'],"usage":' + encode_json(usage(call.seqs)) + b"}\n\n")
+                    parts.append(
+                        head
+                        + b'],"usage":'
+                        + encode_json(usage(call.seqs, details=self.prompt_details))
+                        + b"}\n\n"
+                    )
                 parts.append(b"data: [DONE]\n\n")
             yield b"".join(parts), over
             if over:
                 return
 
 
-def _completions(call: Call) -> dict[str, Any]:
+def _completions(call: Call, *, details: bool) -> dict[str, Any]:
     body = call.body
     with_ids = isinstance(body, api.Common) and bool(body.return_token_ids)
     chat = call.path == CHAT
@@ -287,9 +311,11 @@ def _completions(call: Call) -> dict[str, Any]:
         "choices": [choice(seq, chat=chat, with_ids=with_ids) for seq in call.seqs],
         "service_tier": None,
         "system_fingerprint": "hybridsched-simulated",
-        "usage": usage(call.seqs),
+        "usage": usage(call.seqs, details=details) | {"completion_tokens_details": None},
+        **UNUSED_ANSWER,
     }
     if chat:
+        value["prompt_text"] = None
         value["prompt_logprobs"] = None
         value["prompt_token_ids"] = call.seqs[0].prompt if with_ids else None
     return value

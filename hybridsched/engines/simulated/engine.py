@@ -147,7 +147,10 @@ class EngineLoop:
         self._kick(now)
 
     def abort(self, request_ids: Iterable[str]) -> int:
-        """End by id, at the next boundary; no ids end nothing here. Returns how many matched."""
+        """End by id, at the next boundary; no ids end nothing here. Returns how many matched.
+
+        As in vLLM, requests that are ended so are not counted among the finished ones; by a pause they are.
+        """
         count = 0
         for request_id in dict.fromkeys(request_ids):
             for seq in list(self._live.get(request_id, ())):
@@ -196,6 +199,8 @@ class EngineLoop:
     def resume(self) -> None:
         self.scheduler.resume()
         self._kick(self._clock())
+        if self._current is None:
+            self.metrics.set_gauges()  # what was aborted during the pause leaves no step that would
         self._tell_quiet()
 
     def _tell_quiet(self) -> None:
@@ -284,6 +289,7 @@ class EngineLoop:
     def _ended(self, seqs: list[Seq], now: float) -> None:
         counted = []
         for seq in seqs:
+            told = seq in self._aborting
             self._aborting.discard(seq)
             same = self._live.get(seq.request_id)
             if same is not None and seq in same:
@@ -292,7 +298,8 @@ class EngineLoop:
                     del self._live[seq.request_id]
             if seq in self._left:
                 self._left.discard(seq)
-            else:
+                continue
+            seq.sink.done(seq)
+            if not told:
                 counted.append(seq)
-                seq.sink.done(seq)
         self.metrics.finished(counted, now)

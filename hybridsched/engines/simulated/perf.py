@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.resources import files
 from pathlib import Path
 
@@ -71,6 +72,37 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             + self.d * total_context
             + self.e * prefill_pairs
         )
+
+    def decode_ms(self, batch_decode: int) -> tuple[float, float]:
+        """Milliseconds of a decode-only iteration: a constant, and what each token of context adds.
+
+        The same sequences are `batch_decode` tokens longer in the next iteration, so a run of them is the
+        sum of an arithmetic series: see `run_ms`.
+        """
+        return self.iteration_ms(prefill_tokens=0, batch_decode=batch_decode, total_context=0), self.d
+
+
+def run_ms(first_ms: float, growth_ms: float, iterations: int) -> float:
+    """Milliseconds of a run of decode-only iterations: the first, and what each adds to the one before."""
+    return iterations * first_ms + growth_ms * (iterations * (iterations - 1) / 2)
+
+
+def run_iterations(first_ms: float, growth_ms: float, within_ms: float) -> int:
+    """The fewest iterations of such a run (at least 1) that last `within_ms` or longer.
+
+    The inverse of `run_ms`, and exact to it: the root of the quadratic is only where the search starts.
+    """
+    if within_ms <= first_ms:
+        return 1
+    if growth_ms > 0.0:
+        half = first_ms - growth_ms / 2
+        count = int((math.sqrt(half * half + 2 * growth_ms * within_ms) - half) / growth_ms)
+    else:
+        count = int(within_ms / first_ms)
+    # The root is rounded down, and its error is far below one iteration: one less is certainly too short.
+    while count * first_ms + growth_ms * (count * (count - 1) / 2) < within_ms:
+        count += 1
+    return count
 
 
 def profile_names() -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class Scheduler:
         self.kv = BlockPool(limits.kv_tokens // BLOCK_SIZE)
         self.running: list[Seq] = []
         self._by_priority = limits.scheduling_policy == "priority"
-        self.queue = WaitingQueue(by_priority=self._by_priority)
+        self.queue: WaitingQueue[Seq] = WaitingQueue(by_priority=self._by_priority)
         self._held: deque[Seq] = deque()
         self._order = 0
         self._in_flight: Iteration | None = None

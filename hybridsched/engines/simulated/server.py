@@ -51,11 +51,13 @@ def _json(value: object, status: int = 200) -> Response:
 class App:
     """The ASGI application."""
 
-    def __init__(self, calls: Calls, *, track_load: bool) -> None:
+    def __init__(self, calls: Calls, *, track_load: bool, sleep_mode: bool) -> None:
         self.calls = calls
         self.engine = calls.engine
         self._generation = Generation(calls)
         self.track_load = track_load
+        self.sleep_mode = sleep_mode
+        """Whether a sleep frees memory; without it sleep only pauses, as vLLM's does."""
         self.sleeping: int | None = None
         routes = [
             ("/v1/models", self.models, "GET"),
@@ -74,6 +76,7 @@ class App:
             ("/wake_up", self.wake_up, "POST"),
             ("/is_sleeping", self.is_sleeping, "GET"),
             ("/abort_requests", self.abort_requests, "POST"),
+            ("/server_info", self.server_info, "GET"),
         ]
         self._cold = Starlette(
             routes=[Route(path, handler, methods=[method]) for path, handler, method in routes],
@@ -81,8 +84,10 @@ class App:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _HOT:
+        if scope["type"] == "http" and scope["path"] in _HOT:
             try:
+                if scope["method"] != "POST":
+                    raise api.NO_SUCH_METHOD
                 await self._generation(scope, receive, send)
             except api.ApiError as error:
                 await send_json(send, error.status, error.body())
@@ -112,6 +117,13 @@ class App:
 
     async def version(self, _request: Request) -> Response:
         return _json({"version": VERSION, "simulated": True, "profile": self.engine.profile.name})
+
+    async def server_info(self, request: Request) -> Response:
+        """The one setting that our adapter looks for, at its place in vLLM's whole configuration."""
+        config: object = {"model_config": {"enable_sleep_mode": self.sleep_mode}}
+        if request.query_params.get("config_format", "text") != "json":
+            config = f"enable_sleep_mode={self.sleep_mode}"
+        return _json({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     async def server_load(self, _request: Request) -> Response:
         return _json({"server_load": self._generation.load if self.track_load else 0})
@@ -155,7 +167,7 @@ class App:
     async def sleep(self, request: Request) -> Response:
         given = request.query_params.get("level", "1")
         if given not in ("0", "1", "2"):
-            raise api.bad_request(f"level must be 0, 1 or 2, got {given!r}", "level")
+            raise api.bad_query(f"level must be 0, 1 or 2, got {given!r}", "level")
         level = int(given)
         await self.engine.pause(_mode(request), clear_cache=level > 0)
         self.sleeping = level
@@ -177,8 +189,11 @@ class App:
     async def abort_requests(self, request: Request) -> Response:
         raw = await request.body()
         ids = parse(_abort_body, raw).request_ids if raw else []
-        ended = self.engine.abort(ids) if ids else self.engine.abort_all()
-        return _json({"status": "aborted", "aborted": ended})
+        if not ids:
+            return _json({"status": "aborted", "aborted": self.engine.abort_all()})
+        self.engine.abort(ids)
+        # vLLM says how many ids it was given, not how many requests it ended by them.
+        return _json({"status": "aborted", "aborted": len(ids)})
 
 
 async def _api_error(_request: Request, error: Exception) -> Response:
@@ -196,7 +211,7 @@ async def _http_error(_request: Request, error: Exception) -> Response:
 def _mode(request: Request) -> str:
     mode = request.query_params.get("mode", "abort")
     if mode not in PAUSE_MODES:
-        raise api.bad_request(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}", "mode")
+        raise api.bad_query(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}", "mode")
     return mode
 
 
@@ -205,7 +220,7 @@ def _flag(request: Request, name: str, *, default: bool) -> bool:
     if value is None:
         return default
     if value.lower() not in ("true", "false", "1", "0"):
-        raise api.bad_request(f"{name} must be true or false, got {value!r}", name)
+        raise api.bad_query(f"{name} must be true or false, got {value!r}", name)
     return value.lower() in ("true", "1")
 
 
