@@ -1,28 +1,24 @@
-"""Everything that a run has left, read into its record; and the files of the report folder."""
+"""Everything that a run has left, read into its record."""
 
 from __future__ import annotations
-
-import csv
-from pathlib import Path
-from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
 
 from hybridsched.demo.options import Plan
 from hybridsched.demo.stack import Stack
-from hybridsched.report.html import render
+from hybridsched.engines.request_log import RequestRow, read_requests
 from hybridsched.report.record import (
+    EngineLog,
     Event,
-    OnlineRow,
     PassRecord,
     PolicyStats,
-    RunRecord,
+    RecordError,
     event_of,
     read_engine,
     read_online,
 )
-from hybridsched.report.summary import summarise
+from hybridsched.report.request_spans import engine_log
 from hybridsched.store.decisions import DecisionLog
 from hybridsched.store.events import EventLog
 from hybridsched.store.keys import Keys
@@ -58,10 +54,31 @@ async def read_pass(
         start_s=start_s,
         end_s=end_s,
         online=read_online(stack.online_log()),
-        engines=tuple(read_engine(stack.iteration_log(name), name) for name in stack.ports),
+        engines=tuple(_engine(stack, name) for name in stack.ports),
         events=tuple(await _events(client, stack)),
         restarts=restarts,
+        by_requests=stack.real,
     )
+
+
+def _engine(stack: Stack, replica: str) -> EngineLog:
+    if not stack.real:
+        return read_engine(stack.iteration_log(replica), replica)
+    rows, torn = requests_of(stack, replica)
+    return engine_log(rows, replica, torn=torn)
+
+
+def requests_of(stack: Stack, replica: str) -> tuple[list[RequestRow], int]:
+    """What a real engine was sent in a pass, and how many lines of that log are torn.
+
+    Raises:
+        RecordError: the log holds what is no part of it.
+    """
+    path = stack.request_log(replica)
+    try:
+        return read_requests(path)
+    except msgspec.ValidationError as error:
+        raise RecordError(f"{path}: {error}") from None
 
 
 async def _events(client: Redis, stack: Stack) -> list[Event]:
@@ -82,17 +99,3 @@ async def write_logs(client: Redis, stack: Stack) -> None:
     with (stack.folder / "events.jsonl").open("wb") as file:
         for fields in await EventLog(client, stack.pool).read_all():
             file.write(_ENCODE.encode(fields) + b"\n")
-
-
-def write_report(record: RunRecord, folder: Path) -> dict[str, Any]:
-    """summary.json, report.html and requests.csv. Returns the summary."""
-    summary = summarise(record)
-    (folder / "summary.json").write_bytes(msgspec.json.format(_ENCODE.encode(summary), indent=2) + b"\n")
-    (folder / "report.html").write_text(render(summary, record), encoding="utf-8")
-    with (folder / "requests.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["pass", *OnlineRow.__struct_fields__])
-        for name, run in (("baseline", record.baseline), ("together", record.together)):
-            for row in run.online if run is not None else ():
-                writer.writerow([name, *msgspec.structs.astuple(row)])
-    return summary

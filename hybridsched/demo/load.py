@@ -21,9 +21,10 @@ import msgspec
 
 from hybridsched import log
 from hybridsched.client import AsyncClient, Cancelled, Expired, Failed, RequestError
-from hybridsched.demo.trace import TraceRow, cut, prompt_json, read_trace
+from hybridsched.demo.trace import prompt_json
 from hybridsched.report.record import OnlineRow
 from hybridsched.store.connection import StoreError
+from hybridsched.traces import TraceRow, cut, read_trace
 
 PATH = "/v1/completions"
 _LOOK_EVERY_S = 0.01

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import msgspec
 
-from hybridsched.batches.files import BatchFileError
+from hybridsched.batches.errors import BatchFileError
 from hybridsched.batches.layout import open_input
 from hybridsched.batches.scan import scan
 from hybridsched.core.policy import Autonomy, PolicyKind, PoolPolicy
 from hybridsched.core.values import Value
-from hybridsched.demo.trace import (
+from hybridsched.demo.errors import DemoUsageError
+from hybridsched.demo.report_folder import SHORT_TRACE, prepare
+from hybridsched.demo.trace import write_batch, write_mixed_batch, write_trace
+from hybridsched.demo.vllm import SHORT_START_S, TIME_SHARE, VllmLaunch, longest_context, shorten
+from hybridsched.policyfile import PolicyError, load_policy
+from hybridsched.traces import (
     SHIPPED_LENGTHS,
     SHIPPED_TRACE,
     TraceError,
@@ -20,9 +25,7 @@ from hybridsched.demo.trace import (
     cut,
     read_trace,
     shipped,
-    write_batch,
 )
-from hybridsched.policyfile import PolicyError, load_policy
 
 MODEL = "demo-8b"
 LINES_PER_ENGINE_S = 4.0
@@ -31,12 +34,22 @@ takes 512 prompt tokens an iteration finishes about 3.8 a second: 2,582 prompt t
 about 52 ms (profile a100-llama3-8b). So the work outlasts the trace however idle it is."""
 LIVELY_START_S = 1140.0
 """Where the shipped trace is lively: the default start there, which says nothing about another trace."""
-OURS = "demo.json"
-"""File that says that a folder is a report of the demo."""
 
 
-class DemoUsageError(Exception):
-    """The options cannot be used; the message says which and what is allowed."""
+REAL_LINES_PER_ENGINE_S = 4.0
+"""The same for a real engine: a tiny model on a CPU, shared with the workers, finishes some a second."""
+REAL_MODEL = "demo"
+REAL_CONTEXT = 1024
+"""Tokens that a real engine must take at least, for a batch of the demo's own."""
+
+
+class RealEngines(Value, frozen=True, kw_only=True):
+    """The wish for real vLLM engines."""
+
+    program: str
+    model: Path
+    arguments: tuple[str, ...] = ()
+    """Of `vllm serve`."""
 
 
 class DemoOptions(Value, frozen=True, kw_only=True):
@@ -54,17 +67,23 @@ class DemoOptions(Value, frozen=True, kw_only=True):
     baseline: bool = True
     finish: bool = False
     redis_url: str | None = None
+    keep_keys: bool = False
+    """On a Redis of the user's: leave the keys of the run there."""
     slurm: bool = False
     """On a private Slurm: engines as online jobs, the batch as offline jobs."""
     slurm_state: Path | None = None
     """The folder of its daemons; None: a temporary one."""
+    real: RealEngines | None = None
+    """None: simulated engines."""
 
     @property
     def begin_s(self) -> float:
         """Second of the trace at which the slice begins."""
         if self.start_s is not None:
             return self.start_s
-        return LIVELY_START_S if self.trace is None else 0.0
+        if self.trace is not None:
+            return 0.0
+        return LIVELY_START_S if self.real is None else SHORT_START_S
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -79,6 +98,10 @@ class Plan(Value, frozen=True, kw_only=True):
     generated: bool
     """Whether the batch file is the demo's own."""
     max_model_len: int
+    begin_s: float
+    """Second of that trace at which the slice begins."""
+    launch: VllmLaunch | None = None
+    """How real engines are started."""
 
     @property
     def baseline_policy(self) -> PoolPolicy:
@@ -94,7 +117,9 @@ def make_plan(options: DemoOptions) -> Plan:
     """
     try:
         trace = options.trace or shipped(SHIPPED_TRACE)
-        rows = cut(read_trace(trace), options.begin_s, options.duration_s)
+        shrunk = options.real is not None and options.trace is None
+        length_s = options.duration_s * (TIME_SHARE if shrunk else 1)
+        rows = cut(read_trace(trace), options.begin_s, length_s)
     except TraceError as error:
         raise DemoUsageError(str(error)) from None
     try:
@@ -103,9 +128,11 @@ def make_plan(options: DemoOptions) -> Plan:
         raise DemoUsageError(str(error)) from None
     if options.slurm:
         _check_opens(policy, options)
+    if options.real is not None:
+        return _real_plan(options, options.real, trace, rows, policy)
     model = MODEL if options.batch is None else _model_of(options.batch)
     folder = options.report.absolute()
-    _prepare_folder(folder, ours=options.batch is None)
+    prepare(folder, generated=options.batch is None)
     batch = folder / "batch.jsonl" if options.batch is None else options.batch.absolute()
     longest = max(row.prompt_tokens + row.output_tokens for row in rows)
     if options.batch is None:
@@ -116,6 +143,7 @@ def make_plan(options: DemoOptions) -> Plan:
     return Plan(
         options=options,
         trace=trace,
+        begin_s=options.begin_s,
         rows=tuple(rows),
         policy=policy,
         model=model,
@@ -123,6 +151,51 @@ def make_plan(options: DemoOptions) -> Plan:
         generated=options.batch is None,
         # the simulated engines must take every request of the trace; vLLM wants room for one token more
         max_model_len=max(16_384, longest + 1),
+    )
+
+
+def _real_plan(
+    options: DemoOptions, real: RealEngines, trace: Path, rows: list[TraceRow], policy: PoolPolicy
+) -> Plan:
+    """The plan for real engines: load and batch of a size that a small model on a CPU can do."""
+    context = longest_context(real.model)
+    model = REAL_MODEL if options.batch is None else _model_of(options.batch)
+    if options.trace is None:
+        rows = shorten(rows)
+    longest = max(row.prompt_tokens + row.output_tokens for row in rows) + 1
+    needed = max(longest, REAL_CONTEXT)
+    if context is not None and (needed if options.batch is None else longest) > context:
+        raise DemoUsageError(
+            f"model {real.model} takes {context} tokens and {needed} are needed; choose another --model, or "
+            "a --trace of shorter requests"
+        )
+    folder = options.report.absolute()
+    prepare(folder, generated=options.batch is None)
+    if options.trace is None:
+        trace = folder / SHORT_TRACE
+        write_trace(trace, rows)
+    batch = folder / "batch.jsonl" if options.batch is None else options.batch.absolute()
+    if options.batch is None:
+        lines = math.ceil(REAL_LINES_PER_ENGINE_S * options.gpus * options.duration_s)
+        write_mixed_batch(batch, lines=lines, model=model, salt="offline")
+    most = needed if options.batch is None or context is None else context
+    return Plan(
+        options=options,
+        trace=trace,
+        begin_s=0.0 if options.trace is None else options.begin_s,
+        rows=tuple(rows),
+        policy=policy,
+        model=model,
+        batch=batch,
+        generated=options.batch is None,
+        max_model_len=most,
+        launch=VllmLaunch(
+            program=real.program,
+            model=real.model.absolute(),
+            served_as=model,
+            arguments=real.arguments,
+            max_model_len=most,
+        ),
     )
 
 
@@ -159,57 +232,3 @@ def _model_of(batch: Path) -> str:
         first = f" (line {index.samples[0].line}: {index.samples[0].message})" if index.samples else ""
         raise DemoUsageError(f"batch {batch} has no line that can be run{first}")
     return max(index.models, key=lambda name: index.models[name]) if index.models else MODEL
-
-
-_RESULTS = (
-    *("summary.json", "report.html", "requests.csv", "decisions.jsonl", "events.jsonl"),
-    *("batch.jsonl", "batch.output.jsonl", "batch.errors.jsonl"),
-)
-_FOLDERS = ("engines", "logs", "load", "valkey")
-
-
-def _prepare_folder(folder: Path, *, ours: bool) -> None:
-    """Make the folder, or clear an earlier report out of it. Nothing that is not the demo's is touched.
-
-    Raises:
-        DemoUsageError: something else is there, or the results of a batch of the user's own.
-    """
-    mark = folder / OURS
-    try:
-        if mark.exists():
-            if not msgspec.json.decode(mark.read_bytes(), type=_Mark).generated:
-                raise DemoUsageError(
-                    f"report folder {folder} holds the results of your own batch; "
-                    "choose another with --report, or remove it"
-                )
-            _clear(folder)
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DemoUsageError(
-                f"report folder {folder} is not empty and no report of the demo; choose another with --report"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.write_bytes(msgspec.json.encode(_Mark(generated=ours)))
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DemoUsageError(f"report folder {folder} cannot be used: {error}") from None
-
-
-class _Mark(msgspec.Struct):
-    generated: bool
-
-
-def _clear(folder: Path) -> None:
-    for name in _RESULTS:
-        (folder / name).unlink(missing_ok=True)
-    for part in (*_FOLDERS, *(path.name for path in folder.glob(".hybridsched-*"))):
-        _remove_files(folder / part)
-
-
-def _remove_files(folder: Path) -> None:
-    if not folder.is_dir() or folder.is_symlink():
-        return
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            _remove_files(path)
-        else:
-            path.unlink()
-    folder.rmdir()

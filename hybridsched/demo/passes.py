@@ -24,10 +24,12 @@ from hybridsched.store.connection import async_client, store_errors, sync_client
 from hybridsched.store.gates import GateStore
 from hybridsched.store.holds import HoldStore
 from hybridsched.store.policy import PolicyStore
+from hybridsched.store.telemetry import TelemetryStore
 
 LEAD_S = 0.3
 """From everything being ready to the first instant of the trace, wall."""
 LOOK_EVERY_S = 0.1
+RESTARTS_EVERY_S = 1.0
 SHOW_EVERY_S = 0.5
 STOP_S = 20.0
 """What offline workers may take to put down their work when the run ends."""
@@ -49,8 +51,16 @@ class Pass:
     """One replay of the trace. A subclass may start and stop the engines and workers in another way."""
 
     def __init__(
-        self, stack: Stack, plan: Plan, *, offline: bool, live: bool, env: Mapping[str, str] | None = None
+        self,
+        stack: Stack,
+        plan: Plan,
+        *,
+        offline: bool,
+        live: bool,
+        env: Mapping[str, str] | None = None,
+        engines: Supervisor | None = None,
     ) -> None:
+        """`engines`: those of real engines, which run already and outlast the pass."""
         self._stack = stack
         self._plan = plan
         self._offline = offline
@@ -58,6 +68,9 @@ class Pass:
         self._client = async_client(stack.redis_url)
         self._sync: redis.Redis = sync_client(stack.redis_url)
         self._children = Supervisor(env)
+        self._engines = engines
+        telemetry = TelemetryStore(self._client, stack.pool)
+        self._restarts = EngineRestarts(telemetry, self._children if engines is None else engines)
         self._batch: RunningBatch | None = None
 
     async def run(self) -> Outcome:
@@ -75,7 +88,7 @@ class Pass:
         await self._start(
             stack.load(
                 trace=self._plan.trace.absolute(),
-                start_s=options.begin_s,
+                start_s=self._plan.begin_s,
                 duration_s=options.duration_s,
                 timeout_s=self._plan.policy.online.default_timeout_ms / 1000 / options.speed,
             )
@@ -106,7 +119,8 @@ class Pass:
 
     async def _begin(self, start_s: float) -> None:
         """The trace begins now, at `start_s`."""
-        await HoldStore(self._client, self._stack.pool).release()
+        holds = HoldStore(self._client, self._stack.pool)
+        await holds.release(await holds.list())
 
     async def _stop(self) -> None:
         """Stop everything, offline work first."""
@@ -155,6 +169,9 @@ class Pass:
         gates = GateStore(self._client, self._stack.pool)
         while not over():
             self._children.check()
+            if self._engines is not None:
+                self._engines.check()
+            await self._restarts.look()
             if screen is not None and time.monotonic() - shown > SHOW_EVERY_S:
                 shown = time.monotonic()
                 elapsed = shown - start_s
@@ -166,7 +183,7 @@ class Pass:
     async def _collect(self, start_s: float) -> Outcome:
         options = self._plan.options
         policy = await collect.policy_stats(self._client, self._stack.pool, self._plan)
-        restarts = dict(self._children.restarts)
+        restarts = self._children.restarts | ({} if self._engines is None else self._engines.restarts)
         await self._stop()
         stack = self._stack
         record = await collect.read_pass(
@@ -183,6 +200,34 @@ class Pass:
             recomputed=collect.recomputed(record),
             slurm=self._slurm(),
         )
+
+
+class EngineRestarts:
+    """Starts an engine again that answers its health check and cannot be used, as its online worker asks.
+
+    Where the engines are Slurm's jobs there is no child to restart: the jobs do it.
+    """
+
+    def __init__(
+        self, telemetry: TelemetryStore, children: Supervisor, *, every_s: float = RESTARTS_EVERY_S
+    ) -> None:
+        self._telemetry = telemetry
+        self._children = children
+        self._every_s = every_s
+        self._done: dict[str, int] = {}
+        self._looked_s = 0.0
+
+    async def look(self) -> None:
+        """Take up what the replicas' records say, unless that was done a moment ago."""
+        if time.monotonic() - self._looked_s < self._every_s:
+            return
+        self._looked_s = time.monotonic()
+        for name, record in (await self._telemetry.read_all()).replicas.items():
+            if record is None:
+                continue  # its worker is away, and comes back with its count or with none
+            if record.engine.restarts > self._done.get(name, 0) and f"engine-{name}" in self._children:
+                self._children.restart(f"engine-{name}")
+            self._done[name] = record.engine.restarts
 
 
 def _write_whole(path: Path, text: str) -> None:

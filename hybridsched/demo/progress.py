@@ -78,7 +78,9 @@ class Progress:
                 self._now[name] = "online" if online else "offline"
 
     def harvested(self, elapsed_s: float) -> float | None:
-        """Share of the idle engine seconds so far in which offline work ran."""
+        """Share of the idle engine seconds so far in which offline work ran; None where no engine logs it."""
+        if self._stack.real:
+            return None
         idle = elapsed_s * len(self._engines) - sum(self._online.values())
         return min(1.0, sum(self._offline.values()) / idle) if idle > 0 else None
 
@@ -111,7 +113,8 @@ class Progress:
         gate = reading.gate if reading is not None else None
         state = "closed" if gate is None else gate.state.value
         colour = "green" if gate is not None and gate.state is GateState.OPEN else "dim"
-        return f"{self._now[name]} [{colour}]({state})[/]"
+        now = "gate" if self._stack.real else self._now[name]
+        return f"{now} [{colour}]({state})[/]"
 
 
 def display(enabled: bool) -> Live | None:

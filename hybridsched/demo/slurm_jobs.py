@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hybridsched.cluster.values import Job
+from hybridsched.cluster.protocol import Cluster
+from hybridsched.cluster.values import ClusterError, Job
 from hybridsched.report.record import JobRun
 
 _DONE = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
@@ -82,3 +83,16 @@ class Timeline:
 def over(jobs: Iterable[Job]) -> bool:
     """Whether none waits, runs or is being ended."""
     return all(job.state in _DONE and not job.leaving for job in jobs)
+
+
+async def tell_to_leave(cluster: Cluster, job: int) -> None:
+    """Send a job the signal after which it leaves; one that has ended since Slurm was read is no error.
+
+    Raises:
+        ClusterError: Slurm did not do it.
+    """
+    try:
+        await cluster.signal(job, "USR2")
+    except ClusterError as error:
+        if error.code != "not_found":
+            raise

@@ -21,7 +21,7 @@ from hybridsched.core.policy import PoolPolicy, ReplicasPolicy
 from hybridsched.demo.batch import RunningBatch, result_files
 from hybridsched.demo.options import Plan
 from hybridsched.demo.passes import STOP_S, Outcome, Pass
-from hybridsched.demo.slurm_jobs import Timeline, over
+from hybridsched.demo.slurm_jobs import Timeline, over, tell_to_leave
 from hybridsched.demo.slurm_testbed import GPU_TYPE, Testbed, program
 from hybridsched.demo.stack import READY_S, Stack, wait_ready
 from hybridsched.demo.supervisor import ChildError, ChildSpec, log_tail
@@ -145,8 +145,10 @@ class SlurmPass(Pass):
                 arguments=(
                     str(self._plan.batch),
                     *("--output", str(output), "--errors", str(errors), "--speed", str(stack.speed)),
+                    # It stands for offline work with a GPU that online wants back.
+                    *(("--idle-gpus",) if own else ()),
                 ),
-                gres=(Gres(name="hsfill", count=1), *own) if own else (),
+                gres=(Gres(name="hsfill"), Gres(name="hslane"), *own) if own else (),
                 output=str(self._out / "slurm-%j.out"),
                 chdir=str(self._out),
                 environment={"HYBRIDSCHED_REDIS_URL": stack.redis_url, "HYBRIDSCHED_POOL": stack.pool},
@@ -265,7 +267,7 @@ class SlurmPass(Pass):
         mine = await self._look()
         left = [job.id for job in mine if job.running and job.partition == "online"]
         for job in left:
-            await self._cluster.signal(job, "USR2")
+            await tell_to_leave(self._cluster, job)
         await self._until_over(left, DRAIN_S + STOP_S)
         for found in await self._look():
             if not found.ended:
@@ -322,6 +324,8 @@ def on_slurm(policy: PoolPolicy, stack: Stack, replicas: int) -> PoolPolicy:
         partition_online="online",
         partition_offline="offline",
         fill_gres="hsfill",
+        place_gres="hslane",
+        parked_node="hspark",
         observe_ms=min(policy.slurm.observe_ms, OBSERVE_MS),
         replicas=(wanted,),
     )

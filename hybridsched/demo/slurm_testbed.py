@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 
 from hybridsched.demo.supervisor import ChildError
 from hybridsched.log import get_logger
+from hybridsched.ports import KeptPorts, first_job_id, keep_testbed_ports
 from hybridsched.slurmfiles.render import source_folder
 
 GPUS_A_NODE = 2
@@ -55,6 +55,7 @@ class Testbed:
         self._wanted = state
         self._logs = logs
         self._guard: subprocess.Popen[bytes] | None = None
+        self._ports: KeptPorts | None = None
         self.state = Path()
         self._source = source_folder()
 
@@ -74,13 +75,14 @@ class Testbed:
         self.state = self._claim()
         try:
             self._watch_over()
+            base = self._keep_ports()
             ids = self.state / "first-job.conf"
             # Two testbeds of one machine share node names: with job ids in common as well, the epilog of one
             # would take the other's processes for its own.
-            ids.write_text(f"FirstJobId={1000 * (1 + os.getpid() % 60_000)}\n", encoding="ascii")
+            ids.write_text(f"FirstJobId={first_job_id(base)}\n", encoding="ascii")
             self._call(
                 "up",
-                *("--port-base", str(_free_base(self.nodes)), "--nodes", str(self.nodes)),
+                *("--port-base", str(base), "--nodes", str(self.nodes)),
                 *("--gpus", str(GPUS_A_NODE + SPARE_GPUS), "--fill", str(GPUS_A_NODE), "--type", GPU_TYPE),
                 *("--cpus", str(REPLICA_CPUS * GPUS_A_NODE + OTHER_CPUS), "--kill-wait", str(KILL_WAIT_S)),
                 *("--append", str(ids)),
@@ -118,6 +120,14 @@ class Testbed:
         (state / _MARK).write_text(f"{os.getpid()} {started}", encoding="ascii")
         return state
 
+    def _keep_ports(self) -> int:
+        """The port base; its ports are ours until the end, also while a daemon is away."""
+        try:
+            base, self._ports = keep_testbed_ports(self.nodes, seed=os.getpid())
+        except OSError as error:
+            raise ChildError(str(error)) from error
+        return base
+
     def _watch_over(self) -> None:
         guard = self._source / "testbed" / "guard"
         self._guard = subprocess.Popen(  # noqa: S603 - an argument list of our own
@@ -150,6 +160,8 @@ class Testbed:
             self._logs.mkdir(parents=True, exist_ok=True)
             for path in (self.state / "log").glob("*.log"):
                 shutil.copyfile(path, self._logs / path.name)
+        if self._ports is not None:
+            self._ports.close()
         if not _down(self._source, self.state):
             return  # the guard tries again when this process ends
         if self._guard is not None and self._guard.stdin is not None:
@@ -214,25 +226,6 @@ def _sweep() -> None:
             continue
         if mine and not _alive(_owner(state)):
             _down(source_folder(), state)
-
-
-def _free_base(nodes: int) -> int:
-    """A port base whose ports are free now, below the range of outgoing ports."""
-    for step in range(40):
-        base = 18_000 + (os.getpid() * 331 + step * 300) % 12_000
-        if all(_free(base + offset) for offset in (1, *range(10, 11 + nodes))):
-            return base
-    raise ChildError("no free range of TCP ports for the private Slurm between 18000 and 30000")
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def program() -> str:

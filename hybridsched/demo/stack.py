@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -40,9 +39,15 @@ class Stack(Value, frozen=True, kw_only=True):
     speed: float
     folder: Path
     max_model_len: int
+    real: bool = False
+    """The engines are real ones, which run already: what they do is seen by their requests."""
 
     def iteration_log(self, replica: str) -> Path:
         return self.folder / "engines" / f"{self.label}-{replica}.jsonl"
+
+    def request_log(self, replica: str) -> Path:
+        """What the workers of a replica sent to a real engine."""
+        return self.folder / "engines" / f"{self.label}-{replica}.requests.jsonl"
 
     def online_log(self) -> Path:
         return self.folder / "load" / f"{self.label}.jsonl"
@@ -80,22 +85,19 @@ class Stack(Value, frozen=True, kw_only=True):
             *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)),
             *("--kv-tokens", str(max(KV_TOKENS, self.max_model_len + 16))),
             *("--max-model-len", str(self.max_model_len)),
-            *("--iteration-log", str(self.iteration_log(replica))),
+            *("--iteration-log", str(self.iteration_log(replica)), "--enable-prompt-tokens-details"),
         )
 
     def online(self, replica: str) -> ChildSpec:
-        return self._worker(
-            "online",
-            *("--replica", replica, "--model", self.model, "--engine", self.url(replica)),
-            name=f"online-{replica}",
-        )
+        return self._worker("online", *self._beside(replica), name=f"online-{replica}")
 
     def offline(self, replica: str) -> ChildSpec:
-        return self._worker(
-            "offline",
-            *("--replica", replica, "--model", self.model, "--engine", self.url(replica)),
-            name=f"offline-{replica}",
-        )
+        return self._worker("offline", *self._beside(replica), name=f"offline-{replica}")
+
+    def _beside(self, replica: str) -> tuple[str, ...]:
+        """What both workers of a replica are told."""
+        log = ("--request-log", str(self.request_log(replica))) if self.real else ()
+        return ("--replica", replica, "--model", self.model, "--engine", self.url(replica), *log)
 
     def policy(self) -> ChildSpec:
         return self._worker("policy", name="policy")
@@ -111,18 +113,6 @@ class Stack(Value, frozen=True, kw_only=True):
         )
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct loopback ports that are free now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
-
-
 async def start_stack(
     children: Supervisor, stack: Stack, load: ChildSpec, client: Redis, *, offline: bool
 ) -> None:
@@ -133,7 +123,8 @@ async def start_stack(
     """
     specs = [stack.policy(), load]
     for replica in stack.ports:
-        specs += [stack.engine(replica), stack.online(replica)]
+        specs += [] if stack.real else [stack.engine(replica)]
+        specs.append(stack.online(replica))
         if offline:
             specs.append(stack.offline(replica))
     for spec in specs:
@@ -141,7 +132,7 @@ async def start_stack(
     names = [spec.name for spec in specs]
     engines = {replica: VllmHttpEngine(stack.url(replica)) for replica in stack.ports}
     try:
-        for replica, engine in engines.items():
+        for replica, engine in () if stack.real else engines.items():
             await wait_ready(children, names, f"engine-{replica}", engine.healthy)
     finally:
         for engine in engines.values():
@@ -150,7 +141,8 @@ async def start_stack(
 
     async def online_there() -> bool:
         known = (await telemetry.read_all()).replicas
-        return all(known.get(replica) is not None for replica in stack.ports)
+        found = [known.get(replica) for replica in stack.ports]
+        return all(one is not None and one.engine.healthy == 1.0 for one in found)
 
     async def offline_there() -> bool:
         known = (await telemetry.read_all()).lanes

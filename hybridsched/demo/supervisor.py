@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from hybridsched.core.values import Value
 from hybridsched.log import get_logger
 from hybridsched.process import die_with_parent
@@ -40,6 +42,8 @@ class ChildSpec(Value, frozen=True, kw_only=True):
     """Whether it is started again when it ends by itself."""
     cwd: Path | None = None
     """Its working directory; None: the demo's."""
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    """Variables of its own, beside the demo's."""
 
 
 class _Child:
@@ -75,6 +79,9 @@ class Supervisor:
     def __exit__(self, *_exc: object) -> None:
         self.stop()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._children
+
     def start(self, spec: ChildSpec) -> None:
         """Start a child.
 
@@ -98,7 +105,7 @@ class Supervisor:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self._env,
+                    env=self._env | spec.env,
                     cwd=spec.cwd,
                     start_new_session=True,
                     preexec_fn=die_with_parent(),
@@ -137,6 +144,17 @@ class Supervisor:
                 self.restarts[name] = self.restarts.get(name, 0) + 1
                 begun.append(name)
         return begun
+
+    def restart(self, name: str) -> None:
+        """End a child that runs and cannot be used: the next calls of `check` start it again."""
+        child = self._children[name]
+        if child.running:
+            _log.warning(
+                f"{name} cannot be used and is started again; see the logs of its workers for the cause.",
+                key="child_restarted",
+                child=name,
+            )
+            self._reap_group(child)
 
     def _note_death(self, child: _Child, now: float) -> None:
         name = child.spec.name

@@ -1,145 +1,22 @@
-"""Traces of online requests and lengths of offline work: reading, cutting, and prompts of an exact length."""
+"""Request bodies with a trace's lengths: prompts of an exact length, and batches made of them."""
 
 from __future__ import annotations
 
-import csv
 import functools
-import gzip
 import itertools
-import math
+import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
-from hybridsched.core.values import Value
+from hybridsched.traces import TraceRow
 
-COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
-SHIPPED_TRACE = "azure_code_2023.csv.gz"
-SHIPPED_LENGTHS = "offline_arxiv_summarization.csv.gz"
-
-_TOKEN_IDS = [str(i) for i in range(100, 1000)]
-"""Token ids that prompts are made of. Three digits are in every vocabulary and keep the JSON short."""
+_TOKEN_IDS = [str(i) for i in range(300, 500)]
+"""Token ids that prompts are made of: in every vocabulary, and three digits keep the JSON short."""
 _OWN = 32
 """Tokens at the start of a prompt that are its own: two KV blocks, after which a prefix is never shared."""
 _TAIL = 4096
 """Tokens of the text that the rest of every prompt is cut from (over and over)."""
-
-
-class TraceError(ValueError):
-    """A trace cannot be used. The message names the file, the line and what is allowed."""
-
-
-class TraceRow(Value, frozen=True, kw_only=True):
-    """One request of a trace: when it comes (seconds from the trace's origin) and how long it is (tokens)."""
-
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-def shipped(name: str) -> Path:
-    """Path of a data file that comes with the package."""
-    return Path(str(resources.files("hybridsched.data").joinpath(name)))
-
-
-def read_trace(path: Path) -> list[TraceRow]:
-    """Rows of a trace CSV (plain or .gz), ordered by arrival.
-
-    The header must name `arrival_s`, `prompt_tokens` and `output_tokens`; other columns are ignored.
-
-    Raises:
-        TraceError: the file is missing, unreadable, empty, or a line is wrong.
-    """
-    try:
-        with _open(path) as file:
-            rows = list(_rows(path, file))
-    except FileNotFoundError:
-        raise TraceError(
-            f"trace {path} does not exist; give a CSV with the columns {', '.join(COLUMNS)}"
-        ) from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"trace {path} cannot be read ({error}); give a CSV or CSV.gz in UTF-8") from None
-    if not rows:
-        raise TraceError(f"trace {path} holds no request; one line a request is needed below the header")
-    return sorted(rows, key=lambda row: row.arrival_s)
-
-
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
-
-
-def _rows(path: Path, file: Iterable[str]) -> Iterator[TraceRow]:
-    reader = csv.reader(file)
-    header = next(reader, None)
-    if header is None:
-        raise TraceError(f"trace {path} is empty; its first line must name {', '.join(COLUMNS)}")
-    names = [name.strip() for name in header]
-    absent = [name for name in COLUMNS if name not in names]
-    if absent:
-        raise TraceError(
-            f"trace {path}, line 1: column {absent[0]!r} is missing (found: {', '.join(names)[:200]}); "
-            f"the columns {', '.join(COLUMNS)} are needed"
-        )
-    places = [names.index(name) for name in COLUMNS]
-    for cells in reader:
-        if cells:
-            yield _row(path, reader.line_num, cells, places)
-
-
-def _row(path: Path, line: int, cells: Sequence[str], places: Sequence[int]) -> TraceRow:
-    where = f"trace {path}, line {line}"
-    if len(cells) <= max(places):
-        raise TraceError(f"{where}: {len(cells)} cells, {max(places) + 1} are needed")
-    arrival, prompt, output = (cells[place].strip() for place in places)
-    try:
-        arrival_s = float(arrival)
-    except ValueError:
-        arrival_s = math.nan
-    if not (math.isfinite(arrival_s) and arrival_s >= 0):
-        raise TraceError(f"{where}: arrival_s is {arrival[:40]!r}; seconds of 0 or more are allowed")
-    return TraceRow(
-        arrival_s=arrival_s,
-        prompt_tokens=_count(where, "prompt_tokens", prompt),
-        output_tokens=_count(where, "output_tokens", output),
-    )
-
-
-def _count(where: str, column: str, cell: str) -> int:
-    try:
-        value = int(cell)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise TraceError(f"{where}: {column} is {cell[:40]!r}; a whole number of 1 or more is allowed")
-    return value
-
-
-def cut(rows: Sequence[TraceRow], start_s: float, duration_s: float) -> list[TraceRow]:
-    """Rows that arrive in [start, start + duration), their arrivals counted from `start_s`.
-
-    Raises:
-        TraceError: no request arrives in that span.
-    """
-    end_s = start_s + duration_s
-    part = [
-        TraceRow(
-            arrival_s=row.arrival_s - start_s,
-            prompt_tokens=row.prompt_tokens,
-            output_tokens=row.output_tokens,
-        )
-        for row in rows
-        if start_s <= row.arrival_s < end_s
-    ]
-    if not part:
-        raise TraceError(
-            f"no request of the trace arrives from {start_s:g} s to {end_s:g} s; "
-            f"it has arrivals from {rows[0].arrival_s:g} s to {rows[-1].arrival_s:g} s"
-        )
-    return part
 
 
 @functools.cache
@@ -183,3 +60,46 @@ def write_batch(path: Path, lengths: Sequence[TraceRow], *, lines: int, model: s
                 + body
                 + b"}\n"
             )
+
+
+def write_trace(path: Path, rows: Sequence[TraceRow]) -> None:
+    """Write a trace as the CSV that `hybridsched.traces` reads."""
+    with path.open("w", encoding="ascii") as file:
+        file.write("arrival_s,prompt_tokens,output_tokens\n")
+        for row in rows:
+            file.write(f"{row.arrival_s!r},{row.prompt_tokens},{row.output_tokens}\n")
+
+
+_WORDS = ("the", "gate", "of", "a", "lane", "opens", "when", "engine", "idle", "has", "been", "for", "window")
+_MIXED_PROMPT = (40, 300)
+_MIXED_OUTPUT = (40, 160)
+"""Least and most tokens of a line of a mixed batch."""
+
+
+def write_mixed_batch(path: Path, *, lines: int, model: str, salt: str) -> None:
+    """Write a batch of all the ways to ask for text (token ids, a text, a chat), greedy, of modest lengths.
+
+    The same arguments give the same file.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(lines):
+            source = random.Random(f"{salt}/mixed/{number}")  # noqa: S311 - must be repeatable
+            length = source.randint(*_MIXED_PROMPT)
+            body: dict[str, object] = {
+                "model": model,
+                "max_tokens": source.randint(*_MIXED_OUTPUT),
+                "ignore_eos": True,
+                "temperature": 0,
+            }
+            url = "/v1/completions"
+            text = f"{number} " + " ".join(source.choices(_WORDS, k=length // 4))
+            match number % 5:
+                case 3:
+                    body["prompt"] = text
+                case 4:
+                    url = "/v1/chat/completions"
+                    body["messages"] = [{"role": "user", "content": text}]
+                case _:
+                    body["prompt"] = json.loads(prompt_json(salt, number, length))
+            line = {"custom_id": f"line-{number:06d}", "method": "POST", "url": url, "body": body}
+            file.write(json.dumps(line) + "\n")

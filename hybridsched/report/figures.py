@@ -2,70 +2,29 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from math import log10
 from typing import Any
 
-from hybridsched.core.reasons import Reason
-from hybridsched.core.values import GateState, Value
-from hybridsched.report import harvest, intervals, summary
-from hybridsched.report.intervals import Spans
+from hybridsched.report import harvest, summary
+from hybridsched.report.figure import BINS, MIXED, OFFLINE, ONLINE, Figure, span_s
+from hybridsched.report.lane_figure import lanes
 from hybridsched.report.percentiles import percentile
 from hybridsched.report.record import OnlineRow, PassRecord, RunRecord
 
-ONLINE, OFFLINE, MIXED, IDLE = "#4477aa", "#e0a526", "#bb5566", "rgba(128,128,128,0.18)"
-OPEN, CLOSED, UNKNOWN, OTHER = "#66aa77", "#8899aa", "#bb5566", "rgba(128,128,128,0.25)"
-BINS = 600
-
-WORK_NAMES = ("idle", "online", "offline", "both in one iteration")
-GATE_NAMES = ("open", "closed: online needs it", "closed: a signal is unknown", "closed: other")
-
-_ONLINE_REASONS = {
-    Reason.ONLINE_ACTIVE,
-    Reason.ONLINE_ARRIVED,
-    Reason.ONLINE_QUEUED,
-    Reason.IDLE_WINDOW,
-    Reason.FOREIGN_LOAD,
-}
-_UNKNOWN_REASONS = {
-    Reason.TELEMETRY_MISSING,
-    Reason.TELEMETRY_STALE,
-    Reason.METRIC_MISSING,
-    Reason.METRIC_STALE,
-    Reason.METRIC_FROZEN,
-    Reason.ENGINE_UNHEALTHY,
-    Reason.QUEUE_UNKNOWN,
-}
-
-
-class Figure(Value, frozen=True, kw_only=True):
-    """One figure of the page."""
-
-    key: str
-    title: str
-    caption: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-    height: int = 260
-    legend: tuple[tuple[str, str], ...] = ()
-    """(colour, name) chips where plotly draws no legend of its own."""
+POINTS = 20_000
+"""Most points of a scatter: more make the page too heavy to open."""
 
 
 def figures(record: RunRecord) -> list[Figure]:
     """All figures, in reading order."""
     return [
         _load(record),
-        _lanes(record),
+        lanes(record),
         _cdf(record),
         _over_time(record),
         _pauses(record),
     ]
-
-
-def _span_s(record: RunRecord) -> float:
-    return (record.together.end_s - record.together.start_s) * record.speed
 
 
 def _counts(times: Iterable[tuple[float, float]], width: float, bins: int) -> list[float]:
@@ -80,17 +39,25 @@ def _counts(times: Iterable[tuple[float, float]], width: float, bins: int) -> li
 
 def _load(record: RunRecord) -> Figure:
     run, speed = record.together, record.speed
-    span = _span_s(record)
+    span = span_s(record)
+    counts = [log.counts for log in run.engines if log.counts is not None]
     width = 1.0 if span <= BINS else span / BINS
     bins = max(1, int(span / width) + 1)
     middles = [round((number + 0.5) * width, 3) for number in range(bins)]
     arrivals = _counts(((row.scheduled_s * speed, 1 / width) for row in run.online), width, bins)
     tokens = _counts(
         (
-            ((it.e - run.start_s) * speed, it.goff / width)
-            for log in run.engines
-            for it in log.iterations
-            if it.goff
+            *(
+                ((it.e - run.start_s) * speed, it.goff / width)
+                for log in run.engines
+                for it in log.iterations
+                if it.goff
+            ),
+            *(
+                ((place + 0.5) * one.bin_s * speed, amount / width)
+                for one in counts
+                for place, amount in enumerate(one.token_bins)
+            ),
         ),
         width,
         bins,
@@ -131,138 +98,6 @@ def _load(record: RunRecord) -> Figure:
             },
         },
     )
-
-
-def _lanes(record: RunRecord) -> Figure:
-    run, speed = record.together, record.speed
-    width = (run.end_s - run.start_s) / BINS or 1.0
-    edges = [run.start_s + number * width for number in range(BINS + 1)]
-    work: dict[str, list[int]] = {}
-    gates: dict[str, list[int]] = {}
-    for log in run.engines:
-        online = harvest.online_spans(log, run.events)
-        offline = intervals.union((it.s, it.e) for it in log.iterations if it.off > 0)
-        mixed = intervals.union((it.s, it.e) for it in log.iterations if it.on > 0 and it.off > 0)
-        work[f"{log.replica} work"] = _work_row(edges, online, offline, mixed)
-        gates[f"{log.replica} gate"] = _gate_row(edges, run, log.replica)
-    bands = [f"{log.replica} {part}" for log in run.engines for part in ("work", "gate")]
-    middles = [round((number + 0.5) * width * speed, 3) for number in range(BINS)]
-    return Figure(
-        key="lanes",
-        title="What each engine ran, and its gate",
-        caption="Upper band of each engine: what it computed most of the time. Lower band: its offline gate. "
-        "Offline work should fill what online leaves, and stop where online begins.",
-        data=[
-            _heatmap(middles, bands, work, WORK_NAMES, (IDLE, ONLINE, OFFLINE, MIXED)),
-            _heatmap(middles, bands, gates, GATE_NAMES, (OPEN, CLOSED, UNKNOWN, OTHER)),
-        ],
-        layout={
-            "xaxis": {"title": {"text": "trace time, s"}, "range": [0, _span_s(record)]},
-            "yaxis": {
-                "type": "category",
-                "autorange": "reversed",
-                "categoryorder": "array",
-                "categoryarray": bands,
-                "showgrid": False,
-            },
-            "margin": {"l": 80},
-        },
-        height=90 + 28 * max(2, len(bands)),
-        legend=(
-            (ONLINE, "online"),
-            (OFFLINE, "offline"),
-            (MIXED, "both at once"),
-            (IDLE, "idle"),
-            (OPEN, "gate open"),
-            (CLOSED, "closed for online"),
-            (UNKNOWN, "closed: signal unknown"),
-            (OTHER, "closed: other"),
-        ),
-    )
-
-
-def _heatmap(
-    x: list[float],
-    bands: list[str],
-    rows: dict[str, list[int]],
-    names: Sequence[str],
-    colours: Sequence[str],
-) -> dict[str, Any]:
-    """Cells 0, 1, ... of some bands; the other bands stay free for another such map on the same axes."""
-    cells = [rows.get(band) for band in bands]
-    return {
-        "type": "heatmap",
-        "x": x,
-        "y": bands,
-        "z": [row if row else [None] * len(x) for row in cells],
-        "text": [[names[cell] for cell in row] if row else [""] * len(x) for row in cells],
-        "colorscale": _steps(colours),
-        "zmin": -0.5,
-        "zmax": len(colours) - 0.5,
-        "showscale": False,
-        "hoverongaps": False,
-        "ygap": 2,
-        "hovertemplate": "%{y}, %{x:.1f} s: %{text}<extra></extra>",
-    }
-
-
-def _steps(colours: Sequence[str]) -> list[list[Any]]:
-    """A colour scale of equal steps for the cells 0, 1, 2, ..."""
-    share = 1 / len(colours)
-    return [
-        [round(edge, 6), colour]
-        for place, colour in enumerate(colours)
-        for edge in (place * share, (place + 1) * share)
-    ]
-
-
-def _shares(edges: Sequence[float], spans: Spans) -> list[float]:
-    """Length of `spans` within each bin."""
-    out = [0.0] * (len(edges) - 1)
-    for start, end in spans:
-        place = max(0, bisect_right(edges, start) - 1)
-        while place < len(out) and edges[place] < end:
-            out[place] += max(0.0, min(end, edges[place + 1]) - max(start, edges[place]))
-            place += 1
-    return out
-
-
-def _work_row(edges: Sequence[float], online: Spans, offline: Spans, mixed: Spans) -> list[int]:
-    width = edges[1] - edges[0]
-    row = []
-    for on, off, both in zip(
-        _shares(edges, online), _shares(edges, offline), _shares(edges, mixed), strict=True
-    ):
-        parts = (max(0.0, width - on - off + both), on - both, off - both, both)
-        row.append(max(range(4), key=lambda cell: (round(parts[cell], 9), -cell)))
-    return row
-
-
-def _gate_kind(state: str, reason: str) -> int:
-    if state == GateState.OPEN:
-        return 0
-    if reason in _ONLINE_REASONS:
-        return 1
-    return 2 if reason in _UNKNOWN_REASONS else 3
-
-
-def _gate_row(edges: Sequence[float], run: PassRecord, lane: str) -> list[int]:
-    changes = sorted(
-        (
-            event.mono_s,
-            1
-            if event.t == "signal"
-            else _gate_kind(str(event.data.get("state")), str(event.data.get("reason"))),
-        )
-        for event in run.events
-        if event.lane == lane and event.t in {"gate", "signal"}
-    )
-    times = [at for at, _ in changes]
-    row = []
-    for left, right in pairwise(edges):
-        place = bisect_right(times, (left + right) / 2) - 1
-        row.append(changes[place][1] if place >= 0 else 3)
-    return row
 
 
 def _curve(values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -359,6 +194,7 @@ def _over_time(record: RunRecord) -> Figure:
             for row in run.online
             if row.status == "ok" and (value := summary.ttft_ms(row, record.speed)) is not None
         ]
+        points = points[:: -(-len(points) // POINTS) or 1]
         data.append(
             {
                 "type": "scattergl" if len(points) > 5000 else "scatter",
@@ -372,10 +208,11 @@ def _over_time(record: RunRecord) -> Figure:
     return Figure(
         key="time",
         title="Time to first token over the trace",
-        caption=f"One point a request. Dotted: the objective, {record.policy.slo.ttft_ms:g} ms.",
+        caption="One point a request (of very many, one in several). Dotted: the objective, "
+        f"{record.policy.slo.ttft_ms:g} ms.",
         data=data,
         layout={
-            "xaxis": {"title": {"text": "trace time, s"}, "range": [0, _span_s(record)]},
+            "xaxis": {"title": {"text": "trace time, s"}, "range": [0, span_s(record)]},
             "yaxis": {"type": "log", "title": {"text": "TTFT, ms"}},
             "shapes": [_line(record.policy.slo.ttft_ms, "y")],
         },
@@ -387,7 +224,8 @@ def _pauses(record: RunRecord) -> Figure:
     found = [pause for pause in harvest.pauses(record.together) if pause.found_work]
     factor = 1000 * record.speed
     quiet = [round(pause.quiet_s * factor, 2) for pause in found]
-    path = [round(pause.path_s * factor, 2) for pause in found]
+    # Without iterations nothing is known beyond one.
+    path = [] if record.together.by_requests else [round(pause.path_s * factor, 2) for pause in found]
     top = max([*quiet, 4 * summary.BARS["signal_path_ms"]])
     bins = {"start": 0, "end": top * 1.01, "size": top / 40}
     return Figure(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hybridsched.core.values import Value
 from hybridsched.report import intervals
 from hybridsched.report.intervals import Spans
-from hybridsched.report.record import EngineLog, Event, Iteration, PassRecord
+from hybridsched.report.record import EngineLog, Event, Iteration, PassRecord, Pause
 
 
 class EngineUse(Value, frozen=True, kw_only=True):
@@ -30,30 +30,10 @@ class EngineUse(Value, frozen=True, kw_only=True):
     mixed_iterations: int
 
 
-class Pause(Value, frozen=True, kw_only=True):
-    """One signal that found offline work on a lane, wall seconds."""
-
-    lane: str
-    at_s: float
-    quiet_s: float
-    """From the signal to the end of the last iteration that ran offline work; 0 if none ended after it."""
-    iteration_s: float
-    """Length of the last iteration that ran offline work: the one that the engine could not be kept from."""
-    found_work: bool
-    """Whether an iteration with offline work ended after the signal and before the lane resumed."""
-
-    @property
-    def path_s(self) -> float:
-        """What the signal itself took: how long after it an iteration with offline work could still begin.
-
-        It is `quiet_s` less that one iteration; 0 when that iteration ran already at the signal. An iteration
-        that begins while the signal is under way cannot be stopped, whether another ran before it or not.
-        """
-        return max(0.0, self.quiet_s - self.iteration_s)
-
-
 def work_end(record: PassRecord, remaining: int) -> float:
     """Until when offline work remained: the end of the run, or of the last iteration that ran any."""
+    if record.work_end_s is not None:
+        return record.work_end_s
     if remaining > 0:
         return record.end_s
     ends = [it.e for log in record.engines for it in log.iterations if it.off > 0]
@@ -78,6 +58,17 @@ def online_spans(log: EngineLog, events: Sequence[Event]) -> Spans:
 
 def engine_use(log: EngineLog, record: PassRecord, until_s: float) -> EngineUse:
     """How one engine spent the run; offline work remained until `until_s`."""
+    counts = log.counts
+    if counts is not None:
+        return EngineUse(
+            replica=log.replica,
+            span_s=record.end_s - record.start_s - counts.away_s,
+            online_s=counts.online_s,
+            idle_s=counts.idle_s,
+            harvested_s=counts.harvested_s,
+            mixed_s=counts.mixed_s,
+            mixed_iterations=counts.mixed_iterations,
+        )
     online = intervals.clip(online_spans(log, record.events), record.start_s, record.end_s)
     offline = intervals.union((it.s, it.e) for it in log.iterations if it.off > 0)
     mixed = [it for it in log.iterations if it.on > 0 and it.off > 0]
@@ -94,8 +85,17 @@ def engine_use(log: EngineLog, record: PassRecord, until_s: float) -> EngineUse:
     )
 
 
+def offline_tokens(log: EngineLog) -> tuple[int, int]:
+    """Offline tokens that the engine has computed: of prompts, and generated."""
+    if log.counts is not None:
+        return log.counts.prompt_tokens, log.counts.output_tokens
+    return sum(it.poff for it in log.iterations), sum(it.goff for it in log.iterations)
+
+
 def pauses(record: PassRecord) -> list[Pause]:
     """Every signal of the run, measured on the iteration log of its engine."""
+    if record.pauses is not None:
+        return sorted(record.pauses.pauses, key=lambda pause: (pause.at_s, pause.lane))
     logs = {log.replica: [it for it in log.iterations if it.off > 0] for log in record.engines}
     resumes: dict[str, list[float]] = {}
     for event in record.events:
@@ -104,13 +104,15 @@ def pauses(record: PassRecord) -> list[Pause]:
     for times in resumes.values():
         times.sort()
     return [
-        _pause(event, logs.get(event.lane, []), resumes.get(event.lane, []))
+        _pause(event, logs.get(event.lane, []), resumes.get(event.lane, []), stretches=record.by_requests)
         for event in sorted(record.events, key=lambda event: event.mono_s)
         if event.t == "signal"
     ]
 
 
-def _pause(signal: Event, offline: Sequence[Iteration], resumes: Sequence[float]) -> Pause:
+def _pause(
+    signal: Event, offline: Sequence[Iteration], resumes: Sequence[float], *, stretches: bool
+) -> Pause:
     at = signal.mono_s
     place = bisect_right(resumes, at)
     resumed = resumes[place] if place < len(resumes) else float("inf")
@@ -121,6 +123,6 @@ def _pause(signal: Event, offline: Sequence[Iteration], resumes: Sequence[float]
         lane=signal.lane,
         at_s=at,
         quiet_s=after[-1].e - at,
-        iteration_s=after[-1].e - after[-1].s,
+        iteration_s=0.0 if stretches else after[-1].e - after[-1].s,
         found_work=True,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from plotly.offline import get_plotlyjs
 
-from hybridsched.report.figures import Figure, figures
+from hybridsched.report.figure import Figure
+from hybridsched.report.figures import figures
 from hybridsched.report.job_figure import job_figures
 from hybridsched.report.record import RunRecord
 
@@ -55,22 +57,34 @@ dark.addEventListener("change", draw);
 
 def render(summary: dict[str, Any], record: RunRecord) -> str:
     """The page for a summary and the record it was made from."""
-    parts = figures(record) + job_figures(record)
-    payload = msgspec.json.encode(
-        [{"key": part.key, "data": part.data, "layout": part.layout} for part in parts]
-    )
+    pool_parts, slurm_parts = figures(record), job_figures(record)
+    parts = pool_parts + slurm_parts
     title = "hybridsched: online first, offline in the measured gaps"
+    if record.simulated:
+        title = "hybridsched simulate: online first, offline in the gaps"
     body = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p>{html.escape(headline(summary))}</p>",
         f'<p class="soft">{html.escape(setting(summary))}</p>',
         _figures_table(summary),
         _online_table(summary),
-        *(_section(part) for part in parts),
+        *(section(part) for part in pool_parts),
         _engine_table(summary),
-        *_slurm_part(summary),
+        *_slurm_part(summary, [section(part, within=True) for part in slurm_parts]),
         f'<p class="soft">{html.escape(fidelity(summary))}</p>',
     ]
+    return page(title, body, parts)
+
+
+def page(title: str, body: Sequence[str], parts: Sequence[Figure]) -> str:
+    """A page with everything in it that it needs: no file and no network beside it.
+
+    Args:
+        body: its parts as HTML; each figure stands in one of them, as `section` makes it.
+    """
+    payload = msgspec.json.encode(
+        [{"key": part.key, "data": part.data, "layout": part.layout} for part in parts]
+    )
     # "</" would end the script element early wherever it stands in the data
     data = payload.decode().replace("</", "<\\/")
     return (
@@ -93,12 +107,16 @@ def number(value: Any, digits: int = 0, unit: str = "") -> str:
 def headline(summary: dict[str, Any]) -> str:
     """The result in one or two sentences."""
     harvest, offline, online = summary["harvest"], summary["offline"], summary["online"]
-    ratio = harvest["harvested_ratio"]
-    share = "No engine second was idle" if ratio is None else f"{ratio:.1%} of the idle engine seconds"
-    first = (
-        f"{share} ({number(harvest['harvested_s'])} of {number(harvest['idle_s'])} s) ran offline work: "
-        f"{number(offline['completed'])} lines done, {number(offline['output_tokens'])} tokens."
-    )
+    ratio, idle_s = harvest["harvested_ratio"], harvest["idle_s"]
+    done = f"{number(offline['completed'])} lines done, {number(offline['output_tokens'])} tokens."
+    if ratio is None:
+        first = f"No engine second was idle: {done}"
+    else:
+        digits = 0 if idle_s >= 10.0 else 1
+        spans = f"{number(harvest['harvested_s'], digits)} of {number(idle_s, digits)} s"
+        first = f"{ratio:.1%} of the idle engine seconds ({spans}) ran offline work: {done}"
+    if online["ttft_ms"]["p99"] is None:
+        return f"{first} No online request had a first token."
     cost = summary["co_location"]
     if cost is None or cost["ttft_p99_ratio"] is None:
         return f"{first} p99 time to first token was {number(online['ttft_ms']['p99'])} ms."
@@ -113,21 +131,76 @@ def setting(summary: dict[str, Any]) -> str:
     """What was run."""
     run, policy = summary["run"], summary["policy"]
     requests, lines = summary["online"]["requests"], summary["offline"]["lines"]
+    how = "in the twin" if run.get("simulated") else f"at speed {run['speed']:g}"
+    kind = f" ({run['engine']})" if run.get("engine") else ""
     return (
-        f"{run['gpus']} engines, {run['duration_s']:g} s of trace {run['trace']} at speed {run['speed']:g}, "
+        f"{run['gpus']} engines{kind}, {run['duration_s']:g} s of trace {run['trace']} {how}, "
         f"{requests:,} online requests, a batch of {lines:,} lines, "
         f"policy {policy['name']} (version {policy['version']}). Times are those of the engines' clock."
     )
 
 
+def against(value: Any, bar: dict[str, Any], digits: int, unit: str = "") -> str:
+    """A figure beside its bar, with digits enough that the numbers that are seen give the verdict."""
+    if value is None:
+        return number(value)
+    bound, sign = bar["bar"], 1 if bar["at_least"] else -1
+    while digits < MOST_DIGITS and (sign * round(value, digits) >= sign * bound) is not bool(bar["reached"]):
+        digits += 1
+    return number(value, digits, unit)
+
+
+MOST_DIGITS = 9
+REAL = (
+    "the engines are real and log no iterations: what they did is taken from their requests, and a pause "
+    "lasts until the last offline answer was back; on a CPU they share its cores with the workers"
+)
+"""How the figures of real engines are to be read."""
+BUSY_MS = 20.0
+"""Lateness of the engines' processes (p99, engines' clock) from which latencies show the machine's load too:
+two short iterations."""
+
+
+def busy(summary: dict[str, Any]) -> str:
+    """What a run is worth on a machine that was too busy for it, with the figure; empty: it was not."""
+    late, requests = summary["lateness"], summary["online"]["requests"]
+    engines = late["engine_clock_ms"]["p99"] or 0.0
+    if summary["run"].get("engine"):
+        return REAL
+    if engines <= BUSY_MS and late["late_sends"] <= requests / 100:
+        return ""
+    missed = any(bar["reached"] is False for bar in summary["bars"].values())
+    return (
+        f"this machine was too busy for speed {summary['run']['speed']:g} (engines {number(engines, 1)} ms "
+        f"behind their clock, {late['late_sends']} of {requests} requests sent late): latencies and pauses"
+        f"{', and with them the bars that were missed,' if missed else ''} are partly its own; run again "
+        "when it is quiet, or with a lower --speed"
+    )
+
+
 def fidelity(summary: dict[str, Any]) -> str:
     """How far the run itself can be trusted."""
+    if summary["run"].get("simulated"):
+        return (
+            "Nothing here was measured: it is the scheduler's own code on a virtual clock, with the "
+            f"simulated engine's model; {summary['policy']['cycles']:,} policy cycles; see docs/simulate.md. "
+            f"It took {number(summary['wall_s'], 1)} s."
+        )
     late = summary["lateness"]
+    said = busy(summary)
+    warning = f" {said[0].upper()}{said[1:]}." if said else ""
+    behind = late["engine_clock_ms"]["p99"]
+    clock = (
+        ""
+        if behind is None
+        else f"the engines' processes were p99 {number(behind, 1)} ms behind their clock; "
+    )
     return (
-        f"Fidelity: the load generator sent {late['late_sends']} of {summary['online']['requests']} requests "
-        f"more than 20 ms late (p99 {number(late['load_ms']['p99'], 1)} ms on the engines' clock); "
+        f"Fidelity: {clock}the load generator sent {late['late_sends']} of {summary['online']['requests']} "
+        f"requests more than 20 ms late (p99 {number(late['load_ms']['p99'], 1)} ms on the engines' clock); "
         f"policy cycles: {summary['policy']['cycles']:,}, p99 "
         f"{number(summary['policy']['cycle_ms']['p99'], 1)} ms; the whole took {number(summary['wall_s'])} s."
+        f"{warning}"
     )
 
 
@@ -137,10 +210,12 @@ LABELS: dict[str, tuple[str, int, str]] = {
     "tpot_p99_ratio": ("p99 time per output token, against online alone", 3, "×"),
     "signal_path_p99_ms": ("pause: p99 beyond one engine iteration", 1, " ms"),
     "lines_missing_or_twice": ("offline lines missing or done twice", 0, ""),
+    "interrupted_differ": ("interrupted lines that differ from a run without a pause", 0, ""),
 }
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the head is text, the cells of the rows are HTML."""
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>'
@@ -154,12 +229,12 @@ def _figures_table(summary: dict[str, Any]) -> str:
         rows.append(
             [
                 html.escape(name),
-                number(bar["value"], digits, unit),
+                against(bar["value"], bar, digits, unit),
                 ("≥ " if bar["at_least"] else "≤ ") + number(bar["bar"], 2 if digits > 1 else 0, unit),
                 verdict.get(bar["reached"], '<span class="no">✗ missed</span>'),
             ]
         )
-    return _table(["figure", "this run", "bar", ""], rows)
+    return table(["figure", "this run", "bar", ""], rows)
 
 
 def _online_table(summary: dict[str, Any]) -> str:
@@ -178,7 +253,7 @@ def _online_table(summary: dict[str, Any]) -> str:
         if part is not None
     ]
     head = ["online", "requests", "ok", "not ok", "TTFT p50", "p95", "p99 ms", "TPOT p50", "p95", "p99 ms"]
-    return _table([*head, "in objectives"], rows)
+    return table([*head, "in objectives"], rows)
 
 
 def _engine_table(summary: dict[str, Any]) -> str:
@@ -193,12 +268,12 @@ def _engine_table(summary: dict[str, Any]) -> str:
         ]
         for engine in summary["engines"]
     ]
-    return "<h2>Engines</h2>" + _table(
+    return "<h2>Engines</h2>" + table(
         ["engine", "online s", "idle s", "harvested s", "both at once s", "offline tokens"], rows
     )
 
 
-def _slurm_part(summary: dict[str, Any]) -> list[str]:
+def _slurm_part(summary: dict[str, Any], figures_of_it: list[str]) -> list[str]:
     slurm = summary.get("slurm")
     if slurm is None:
         return []
@@ -221,16 +296,22 @@ def _slurm_part(summary: dict[str, Any]) -> list[str]:
         f"{number(admission['max'])} ms."
     )
     head = ["job", "name", "partition", "node", "run", "submitted", "started", "ended", "state"]
-    return [f'<h2>Slurm jobs</h2><p class="soft">{html.escape(said)}</p>', _table(head, rows)]
+    return [
+        f'<h2>Slurm jobs</h2><p class="soft">{html.escape(said)}</p>',
+        *figures_of_it,
+        table(head, rows),
+    ]
 
 
-def _section(part: Figure) -> str:
+def section(part: Figure, *, within: bool = False) -> str:
+    """A figure's place on the page, with its title and caption."""
+    level = "h3" if within else "h2"
     chips = "".join(
         f'<span class="chip"><i style="background:{colour}"></i>{html.escape(name)}</span>'
         for colour, name in part.legend
     )
     return (
-        f'<h2>{html.escape(part.title)}</h2><p class="soft">{html.escape(part.caption)}</p>'
+        f'<{level}>{html.escape(part.title)}</{level}><p class="soft">{html.escape(part.caption)}</p>'
         + (f"<p>{chips}</p>" if chips else "")
         + f'<div id="{html.escape(part.key)}" style="height:{part.height}px"></div>'
     )

@@ -1,10 +1,10 @@
-"""The figure of Slurm's jobs over the trace. Pure."""
+"""The figure of Slurm's jobs over the run, on the wall clock as all that is said of Slurm. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hybridsched.report.figures import IDLE, MIXED, OFFLINE, ONLINE, Figure
+from hybridsched.report.figure import IDLE, MIXED, OFFLINE, ONLINE, Figure
 from hybridsched.report.record import JobRun, RunRecord, SlurmRecord
 
 
@@ -14,11 +14,11 @@ def job_figures(record: RunRecord) -> list[Figure]:
 
 
 def _timeline(record: RunRecord, slurm: SlurmRecord) -> Figure:
-    run, speed = record.together, record.speed
+    run = record.together
     names = list(dict.fromkeys(_name(job) for job in slurm.jobs))
 
     def at(seconds: float) -> float:
-        return round((seconds - run.start_s) * speed, 3)
+        return round(seconds - run.start_s, 3)
 
     extra = {one.online_job for one in slurm.reclaims}
 
@@ -43,7 +43,7 @@ def _timeline(record: RunRecord, slurm: SlurmRecord) -> Figure:
         "orientation": "h",
         "y": [_name(job) for job, *_ in bars],
         "base": [at(start) for _, start, *_ in bars],
-        "x": [round((end - start) * speed, 3) for _, start, end, *_ in bars],
+        "x": [round(end - start, 3) for _, start, end, *_ in bars],
         "marker": {"color": [tone for *_, tone, _ in bars]},
         "text": [words for *_, words in bars],
         "textposition": "none",
@@ -52,13 +52,14 @@ def _timeline(record: RunRecord, slurm: SlurmRecord) -> Figure:
     }
     return Figure(
         key="slurm-jobs",
-        title="Slurm's jobs",
+        title="Over time",
         caption="Each job from its submission on: waiting, then running; a job that was requeued waits and "
-        "runs again. Before 0 everything comes up, after the trace it is taken down.",
+        "runs again. Seconds of the wall clock: Slurm does not run faster with the engines. Before 0 "
+        "all comes up, after the trace it is taken down.",
         data=[data],
         layout={
             "barmode": "overlay",
-            "xaxis": {"title": {"text": "trace time, s"}},
+            "xaxis": {"title": {"text": "wall clock from the start of the trace, s"}},
             "yaxis": {
                 "type": "category",
                 "autorange": "reversed",

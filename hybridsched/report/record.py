@@ -66,10 +66,44 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     """How late the engine's process woke for the end of this iteration, wall seconds (fidelity)."""
 
 
+class EngineCounts(Value, frozen=True, kw_only=True):
+    """What an engine's iterations have come to, where they were counted and not logged.
+
+    Seconds are wall seconds, as in the logs. Bins lie side by side from the pass's start.
+    """
+
+    online_s: float
+    """An online request ran or waited."""
+    idle_s: float
+    """None did, while offline work remained."""
+    harvested_s: float
+    mixed_s: float
+    mixed_iterations: int
+    prompt_tokens: int
+    output_tokens: int
+    """Offline tokens computed: of prompts, and generated."""
+    lengths_online: dict[float, int]
+    lengths_offline: dict[float, int]
+    """Iterations by their length in wall milliseconds: of online work alone, and with offline work."""
+    bin_s: float
+    online_bins: tuple[float, ...]
+    offline_bins: tuple[float, ...]
+    mixed_bins: tuple[float, ...]
+    """Seconds of each bin in which online work, offline work, both in one iteration were there."""
+    token_bins: tuple[float, ...]
+    """Offline tokens generated."""
+    gate_bins: tuple[str, ...]
+    """The gate in the middle of each bin: "open", or why it is closed; empty before the first decision."""
+    away_s: float = 0.0
+    """The engine was not there."""
+
+
 class EngineLog(Value, frozen=True, kw_only=True):
     replica: str
     iterations: tuple[Iteration, ...] = ()
     """In order of time."""
+    counts: EngineCounts | None = None
+    """In the place of the iterations."""
     torn_lines: int = 0
     """Lines of the log that are no whole JSON: the engine was killed while it wrote."""
 
@@ -81,6 +115,49 @@ class Event(Value, frozen=True, kw_only=True):
     mono_s: float
     lane: str = ""
     data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Pause(Value, frozen=True, kw_only=True):
+    """One signal that found offline work on a lane, wall seconds."""
+
+    lane: str
+    at_s: float
+    quiet_s: float
+    """From the signal to the end of the last iteration that ran offline work; 0 if none ended after it."""
+    iteration_s: float
+    """Length of the last iteration that ran offline work: the one that the engine could not be kept from."""
+    found_work: bool
+    """Whether an iteration with offline work ended after the signal and before the lane resumed."""
+
+    @property
+    def path_s(self) -> float:
+        """What the signal itself took: how long after it an iteration with offline work could still begin.
+
+        It is `quiet_s` less that one iteration; 0 when that iteration ran already at the signal. An iteration
+        that begins while the signal is under way cannot be stopped, whether another ran before it or not.
+        """
+        return max(0.0, self.quiet_s - self.iteration_s)
+
+
+class PauseCounts(Value, frozen=True, kw_only=True):
+    """The pauses of a pass, where they were counted and not logged as events."""
+
+    pauses: tuple[Pause, ...] = ()
+    """Every signal."""
+    by_rung: dict[str, int] = msgspec.field(default_factory=dict)
+    ended: int = 0
+    kept_tokens: int = 0
+
+
+class Ceiling(Value, frozen=True, kw_only=True):
+    """What offline work could have come to at most. See docs/simulate.md."""
+
+    alone_tokens_per_s: float
+    """Prompt and output tokens a second of one engine that runs the batch alone, at its best."""
+    policy_tokens_per_s: float
+    """The same within the policy's own budgets and slices."""
+    online_needs_s: float
+    """Engine seconds that the online requests take at least, within the objective for time per token."""
 
 
 class BatchCheck(Value, frozen=True, kw_only=True):
@@ -131,6 +208,12 @@ class PassRecord(Value, frozen=True, kw_only=True):
     events: tuple[Event, ...] = ()
     restarts: dict[str, int] = msgspec.field(default_factory=dict)
     """Child processes that died and were started again, by name."""
+    work_end_s: float | None = None
+    """Until when offline work remained, where that was counted; the clock of `start_s`."""
+    pauses: PauseCounts | None = None
+    """In the place of the events."""
+    by_requests: bool = False
+    """The engines log no iterations: theirs are stretches between requests (`report.request_spans`)."""
 
 
 class JobRun(Value, frozen=True, kw_only=True):
@@ -176,6 +259,19 @@ class SlurmRecord(Value, frozen=True, kw_only=True):
     partition_offline: str = "offline"
 
 
+class Interrupted(Value, frozen=True, kw_only=True):
+    """Lines that pauses interrupted, run again without one."""
+
+    lines: int
+    """Lines of which a pause ended a request that had tokens."""
+    compared: int
+    """Those of them that are finished and greedy (temperature 0)."""
+    identical: int
+    """Those of them whose text, finish reason and tokens are the same."""
+    different: tuple[str, ...] = ()
+    """custom_ids of some that are not."""
+
+
 class RunRecord(Value, frozen=True, kw_only=True):
     """A whole run of the demo."""
 
@@ -192,6 +288,14 @@ class RunRecord(Value, frozen=True, kw_only=True):
     wall_s: float = 0.0
     slurm: SlurmRecord | None = None
     """None: a run without Slurm."""
+    engine: str = ""
+    """The real engine that ran; empty: simulated ones."""
+    engines_start_s: float | None = None
+    """Wall seconds until real engines were healthy."""
+    interrupted: Interrupted | None = None
+    simulated: bool = False
+    """A run of the twin: nothing was measured, all was worked out."""
+    ceiling: Ceiling | None = None
 
 
 def read_online(path: Path) -> tuple[OnlineRow, ...]:

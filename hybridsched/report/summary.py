@@ -5,9 +5,12 @@ Times in the result are those of the engines' clock: measured wall durations tim
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from hybridsched.core.policy import SloPolicy
 from hybridsched.report import harvest
@@ -83,8 +86,8 @@ def harvest_summary(record: RunRecord) -> tuple[dict[str, Any], list[dict[str, A
             "harvested_s": round(use.harvested_s * speed, 3),
             "mixed_s": round(use.mixed_s * speed, 3),
             "mixed_iterations": use.mixed_iterations,
-            "offline_output_tokens": sum(it.goff for it in log.iterations),
-            "offline_prompt_tokens": sum(it.poff for it in log.iterations),
+            "offline_output_tokens": harvest.offline_tokens(log)[1],
+            "offline_prompt_tokens": harvest.offline_tokens(log)[0],
             "torn_lines": log.torn_lines,
         }
         for use, log in zip(uses, run.engines, strict=True)
@@ -108,8 +111,7 @@ def offline_summary(record: RunRecord) -> dict[str, Any]:
     feeding prompts by slices (one token a slice).
     """
     batch = record.batch
-    iterations = [it for log in record.together.engines for it in log.iterations]
-    computed = sum(it.poff + it.goff for it in iterations)
+    computed = sum(sum(harvest.offline_tokens(log)) for log in record.together.engines)
     needed = batch.prompt_tokens + batch.output_tokens + batch.kept_prompt_tokens + batch.kept_tokens
     return {
         "lines": batch.lines,
@@ -132,23 +134,33 @@ def pause_summary(run: PassRecord, speed: float) -> dict[str, Any]:
     """The `pauses` part. `count` is of pauses: signals that found offline work on the lane."""
     every = harvest.pauses(run)
     found = [pause for pause in every if pause.found_work]
-    quiets = [event for event in run.events if event.t == "quiet"]
-    rungs = Counter(str(event.data.get("rung", "unknown")) for event in quiets)
+    if run.pauses is not None:
+        rungs: dict[str, int] = run.pauses.by_rung
+        ended, kept = run.pauses.ended, run.pauses.kept_tokens
+    else:
+        quiets = [event for event in run.events if event.t == "quiet"]
+        rungs = Counter(str(event.data.get("rung", "unknown")) for event in quiets)
+        if asleep := sum(event.t == "asleep" for event in run.events):
+            rungs["sleep"] = asleep
+        ended = sum(int(event.data.get("ended", 0)) for event in quiets)
+        kept = sum(int(event.data.get("kept_tokens", 0)) for event in quiets)
     return {
         "count": len(found),
         "signals": len(every),
         "signal_to_quiet_ms": spread([p.quiet_s * 1000 * speed for p in found], "p50", "p99", "max"),
-        "signal_path_ms": spread([p.path_s * 1000 * speed for p in found], "p50", "p99", "max"),
+        "signal_path_ms": spread(
+            [] if run.by_requests else [p.path_s * 1000 * speed for p in found], "p50", "p99", "max"
+        ),
         "by_rung": {"boundary": 0, "iteration": 0, **dict(sorted(rungs.items()))},
-        "requests_ended": sum(int(event.data.get("ended", 0)) for event in quiets),
-        "tokens_kept": sum(int(event.data.get("kept_tokens", 0)) for event in quiets),
+        "requests_ended": ended,
+        "tokens_kept": kept,
     }
 
 
 def fidelity_summary(run: PassRecord, speed: float) -> dict[str, Any]:
     """How true the run itself was: lateness of the load generator and of the engines' clocks."""
     late = [row.sent_s - row.scheduled_s for row in run.online]
-    engine_late = [it.late for log in run.engines for it in log.iterations]
+    engine_late = [] if run.by_requests else [it.late for log in run.engines for it in log.iterations]
     return {
         "load_ms": spread([value * 1000 * speed for value in late], "p50", "p99", "max"),
         "late_sends": sum(value > LATE_SEND_S for value in late),
@@ -158,14 +170,61 @@ def fidelity_summary(run: PassRecord, speed: float) -> dict[str, Any]:
 
 def iteration_summary(run: PassRecord, speed: float) -> dict[str, Any]:
     """Lengths of engine iterations: with offline work, and of online work alone."""
+    if any(log.counts is not None for log in run.engines):
+        found = [log.counts for log in run.engines if log.counts is not None]
+        return {
+            "with_offline_ms": spread_counts([one.lengths_offline for one in found], speed),
+            "online_alone_ms": spread_counts([one.lengths_online for one in found], speed),
+        }
     offline: list[float] = []
     online: list[float] = []
-    for log in run.engines:
+    for log in () if run.by_requests else run.engines:
         for it in log.iterations:
             (offline if it.off > 0 else online).append((it.e - it.s) * 1000 * speed)
     return {
         "with_offline_ms": spread(offline, "p50", "p99", "max"),
         "online_alone_ms": spread(online, "p50", "p99", "max"),
+    }
+
+
+def spread_counts(counts: Sequence[dict[float, int]], factor: float) -> dict[str, float | None]:
+    """Percentiles of values (times `factor`) of which it is known how often each came."""
+    merged: Counter[float] = Counter()
+    for one in counts:
+        merged.update(one)
+    ordered = sorted(merged.items())
+    total = sum(count for _, count in ordered)
+    out: dict[str, float | None] = {}
+    for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+        rank, seen = max(1, math.ceil(share * total)), 0
+        out[name] = None
+        for value, count in ordered:
+            seen += count
+            if seen >= rank:
+                out[name] = round(value * factor, 3)
+                break
+    return out
+
+
+def ceiling_summary(record: RunRecord, engine_seconds: float) -> dict[str, Any] | None:
+    """The `ceiling` part: what a clairvoyant could have got out of the engine seconds, and our share of
+    it."""
+    ceiling, batch = record.ceiling, record.batch
+    if ceiling is None:
+        return None
+    done = batch.prompt_tokens + batch.output_tokens + batch.kept_prompt_tokens + batch.kept_tokens
+    left_s = max(0.0, engine_seconds - ceiling.online_needs_s)
+    most = ceiling.alone_tokens_per_s * left_s
+    own = ceiling.policy_tokens_per_s * left_s
+    return {
+        "offline_alone_tokens_per_s": round(ceiling.alone_tokens_per_s, 3),
+        "offline_alone_by_policy_tokens_per_s": round(ceiling.policy_tokens_per_s, 3),
+        "online_needs_s": round(ceiling.online_needs_s, 3),
+        "engine_seconds_left": round(left_s, 3),
+        "tokens": round(most),
+        "tokens_done": done,
+        "share": round(done / most, 6) if most > 0 else None,
+        "share_by_policy": round(done / own, 6) if own > 0 else None,
     }
 
 
@@ -203,7 +262,16 @@ def verdicts(summary: dict[str, Any]) -> dict[str, Any]:
         "tpot_p99_ratio": line(cost.get("tpot_p99_ratio"), BARS["tpot_p99_ratio"]),
         "signal_path_p99_ms": line(summary["pauses"]["signal_path_ms"]["p99"], BARS["signal_path_ms"]),
         "lines_missing_or_twice": line(float(offline["missing"] + offline["duplicates"]), 0.0),
+        **_of_interrupted(summary.get("interrupted"), line),
     }
+
+
+def _of_interrupted(found: dict[str, Any] | None, line: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The line of interrupted outputs, where they were compared."""
+    if found is None:
+        return {}
+    value = float(found["compared"] - found["identical"]) if found["compared"] else None
+    return {"interrupted_differ": line(value, 0.0)}
 
 
 def summarise(record: RunRecord) -> dict[str, Any]:
@@ -240,6 +308,15 @@ def summarise(record: RunRecord) -> dict[str, Any]:
             "duration_s": record.duration_s,
         },
     }
+    if record.simulated:
+        summary["run"]["simulated"] = True
+    if record.engine:
+        summary["run"] |= {"engine": record.engine, "engines_start_s": record.engines_start_s}
+    if record.interrupted is not None:
+        summary["interrupted"] = msgspec.to_builtins(record.interrupted)
+    ceiling = ceiling_summary(record, harvested["engine_seconds"])
+    if ceiling is not None:
+        summary["ceiling"] = ceiling
     if record.slurm is not None:
         summary["slurm"] = slurm_summary(record.slurm, run)
     summary["bars"] = verdicts(summary)

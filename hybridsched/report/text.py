@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridsched.report.html import LABELS, headline, number, setting
+from hybridsched.report.html import LABELS, against, busy, headline, number, setting
 
 
 def text(summary: dict[str, Any]) -> str:
@@ -24,12 +24,57 @@ def text(summary: dict[str, Any]) -> str:
         f"pauses    {pauses['count']}; signal to quiet p50 {number(quiet['p50'], 1)} ms, "
         f"p99 {number(quiet['p99'], 1)} ms"
     )
+    lines += _interrupted(summary)
+    lines += _ceiling(summary)
+    lines += _repeats(summary)
     lines += _slurm(summary)
-    lines += _trust(summary)
+    if not summary["run"].get("simulated"):
+        lines += _trust(summary)
     if summary["restarts"]:
         names = ", ".join(f"{name} ×{count}" for name, count in summary["restarts"].items())
         lines.append(f"restarts  {names}: figures of a disturbed run")
     return "\n".join(lines)
+
+
+def _interrupted(summary: dict[str, Any]) -> list[str]:
+    found = summary.get("interrupted")
+    if found is None:
+        return []
+    said = f"          {found['lines']} lines were interrupted by them"
+    if not found["compared"]:
+        return [f"{said}; none of those that are finished and greedy could be compared"]
+    wrong = f"; DIFFERENT: {', '.join(found['different'])}" if found["different"] else ""
+    same = f"{found['identical']} of {found['compared']} wrote the same"
+    return [f"{said}; run again without a pause, {same}{wrong}"]
+
+
+def _ceiling(summary: dict[str, Any]) -> list[str]:
+    ceiling = summary.get("ceiling")
+    if ceiling is None:
+        return []
+    share = "–" if ceiling["share"] is None else f"{ceiling['share']:.1%}"
+    own = "–" if ceiling["share_by_policy"] is None else f"{ceiling['share_by_policy']:.1%}"
+    return [
+        f"ceiling   {number(ceiling['tokens'])} tokens in {number(ceiling['engine_seconds_left'])} engine "
+        f"seconds that online needs not; {number(ceiling['tokens_done'])} done: {share}",
+        f"          ({own} of what this policy's own slices and budgets could do in them)",
+    ]
+
+
+def _repeats(summary: dict[str, Any]) -> list[str]:
+    repeats = summary.get("repeats")
+    if repeats is None:
+        return []
+    parts = []
+    for name, label in (
+        ("ttft_p99_ratio", "p99 TTFT against alone"),
+        ("tpot_p99_ratio", "TPOT"),
+        ("harvested_ratio", "harvested"),
+    ):
+        one = repeats[name]
+        if one is not None:
+            parts.append(f"{label} {one['median']:.3f} ({one['min']:.3f} to {one['max']:.3f})")
+    return [f"repeats   {repeats['runs']} runs, middle and range: {', '.join(parts)}"]
 
 
 def _slurm(summary: dict[str, Any]) -> list[str]:
@@ -53,23 +98,15 @@ def _slurm(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-BUSY_MS = 20.0
-"""Lateness of the engines' processes (p99, engines' clock) from which latencies show the machine's load too:
-two short iterations."""
-
-
 def _trust(summary: dict[str, Any]) -> list[str]:
     late, requests = summary["lateness"], summary["online"]["requests"]
-    engines = late["engine_clock_ms"]["p99"] or 0.0
-    lines = [
-        f"fidelity  engines' processes p99 {number(engines, 1)} ms behind their clock; "
-        f"{late['late_sends']} of {requests} requests sent over 20 ms late"
-    ]
-    if engines > BUSY_MS or late["late_sends"] > requests / 100:
-        lines.append(
-            "          this machine was too busy for this speed: latencies and pauses are partly its own; "
-            "run again when it is quiet, or with a lower --speed"
-        )
+    engines = late["engine_clock_ms"]["p99"]
+    clock = ""
+    if engines is not None:
+        clock = f"engines' processes p99 {number(engines, 1)} ms behind their clock; "
+    lines = [f"fidelity  {clock}{late['late_sends']} of {requests} requests sent over 20 ms late"]
+    if said := busy(summary):
+        lines.append(f"          {said}")
     return lines
 
 
@@ -82,7 +119,7 @@ def _bars(summary: dict[str, Any]) -> list[str]:
         sign = "≥" if bar["at_least"] else "≤"
         bound = number(bar["bar"], 2 if digits > 1 else 0, unit)
         lines.append(
-            f"  {name:<{width}}  {number(bar['value'], digits, unit):>10}  {sign} {bound:<7} {verdict}"
+            f"  {name:<{width}}  {against(bar['value'], bar, digits, unit):>10}  {sign} {bound:<7} {verdict}"
         )
     return lines
 

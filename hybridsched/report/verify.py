@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from hybridsched.batches.folder import Folder
 from hybridsched.batches.journal import read_all
 from hybridsched.batches.layout import BatchFiles
 from hybridsched.batches.lines import iter_lines
@@ -68,7 +69,7 @@ def verify_batch(files: BatchFiles) -> BatchCheck:
     work = Path(files.work)
     open_still = work.is_dir()
     out, err = (_results(Path(name)) for name in (files.output, files.errors))
-    held = read_all(work) if open_still else None
+    held = read_all(Folder.open(work)) if open_still else None
     seen = Counter(result.id for result in (*out, *err))
     completed = {result.id: result for result in reversed(out)}
     failed = {result.id for result in err}
