@@ -12,8 +12,12 @@ take no part); under `hybridsched lane run` it follows the lane of that. Told to
 `leave_soon()`), the next `checkpoint` calls `save`, puts the job back in Slurm's queue and ends the program
 with status 75.
 
+A program that waits at a closed lane changes to another of its node that opens, and goes back to Slurm's
+queue when none has opened for half an hour.
+
 Outside a Slurm job, with no pool configured (`HYBRIDSCHED_REDIS_URL` unset), nothing is ever waited for.
-While Redis is away the lane counts as closed: nothing here raises for that.
+While Redis is away the lane counts as closed: nothing here raises for that. A login
+that Redis refuses before the program has had a lane is a `LaneError`: no waiting would help.
 """
 
 from __future__ import annotations
@@ -26,13 +30,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from hybridsched import notice
+from hybridsched.store.errors import StoreRefused
+from hybridsched.workers.lane_settings import LaneError, LaneSettings, lane_settings
+from hybridsched.workers.slurm_env import HELD_VARIABLE, LEAVE_STATUS, held_by, requeue
 
-from hybridsched.workers.slurm_env import HELD_VARIABLE, LEAVE_STATUS, JobPlace, job_place, requeue
+if TYPE_CHECKING:
+    from hybridsched.workers.lane_keeper import LaneKeeper
 
 __all__ = [
     "LaneError",
@@ -49,15 +57,19 @@ __all__ = [
 _LOOK_S = 0.2
 """How often a wait looks by itself; changes wake it up at once."""
 
+_MOVE_AFTER_S = 10.0
+"""A lane that has been closed this long is changed for another if one is open, while the program waits."""
+
+_LEAVE_AFTER_S = 1800.0
+"""With no open lane for this long, of waiting, the job goes back to Slurm's queue."""
+
+_MIND_S = 0.5
 _SAY_AFTER_S = 5.0
 _GOODBYE_S = 5.0
 _AGAIN_S = 1.0
+_REFUSED_AGAIN_S = 60.0
 
 _log = logging.getLogger("hybridsched.lane")
-
-
-class LaneError(RuntimeError):
-    """It cannot be told which lane this program belongs to. Raised by the first call, never later."""
 
 
 class LeaveLane(SystemExit):
@@ -87,13 +99,19 @@ def checkpoint(save: Callable[[], object] | None = None) -> None:
 
 
 def wait_open(timeout_s: float | None = None) -> bool:
-    """Wait until the lane is open. False: `timeout_s` is over, or the program was told to leave.
+    """Wait until the lane is open. False: `timeout_s` is over.
 
     Raises:
+        LeaveLane: the program was told to leave. What follows would have loaded a model.
         LaneError: see there.
     """
     taking_part = _get()
-    return True if taking_part is None else taking_part.wait(timeout_s)
+    if taking_part is None or taking_part.wait(timeout_s):
+        return True
+    if not taking_part.leaving:
+        return False
+    taking_part.leave()
+    raise LeaveLane
 
 
 def is_open() -> bool:
@@ -128,54 +146,21 @@ def max_inflight() -> int | None:
     return None if taking_part is None else taking_part.max_inflight
 
 
-class _Settings(msgspec.Struct, frozen=True, kw_only=True):
-    url: str
-    pool: str
-    job: JobPlace | None
-    lane: str | None
-    model: str | None
-    held: bool
-    """The lane is kept by `hybridsched lane run`."""
-    engine: str | None
-
-
-def _settings(env: Mapping[str, str]) -> _Settings | None:
-    """What this program belongs to; None: to no pool."""
-    url, lane, job = env.get("HYBRIDSCHED_REDIS_URL"), env.get("HYBRIDSCHED_LANE") or None, job_place(env)
-    if lane == "none" or (not url and lane is None and job is None):
-        return None
-    if not url:
-        raise LaneError(
-            "this is a Slurm job or HYBRIDSCHED_LANE is set, but HYBRIDSCHED_REDIS_URL is not: set it to the "
-            "pool's Redis, or set HYBRIDSCHED_LANE=none to run without regard to online work"
-        )
-    if lane is None and job is None:
-        raise LaneError(
-            "it is not known which lane this program runs on: submit it as a Slurm job, name the lane in "
-            "HYBRIDSCHED_LANE, or set HYBRIDSCHED_LANE=none to take no part"
-        )
-    return _Settings(
-        url=url,
-        pool=env.get("HYBRIDSCHED_POOL") or "default",
-        job=job,
-        lane=lane,
-        model=env.get("HYBRIDSCHED_MODEL") or None,
-        held=env.get(HELD_VARIABLE) == "1",
-        engine=env.get("HYBRIDSCHED_ENGINE_URL") or None,
-    )
-
-
 class _TakingPart:
     """This process and its lane, which a thread of its own looks after."""
 
-    def __init__(self, settings: _Settings) -> None:
+    def __init__(self, settings: LaneSettings) -> None:
         self._settings = settings
         self._news = threading.Condition(threading.RLock())
         self._keeper: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._ending = threading.Event()
-        self.leaving = False
+        self.leaving = notice.came()
+        self._had_lane = False
+        self._refused = ""
+        """Why Redis will never give this program a lane; known before it has had one."""
+        self._waiting_since_s: float | None = None
         self._thread = threading.Thread(target=self._look_after, name="hybridsched-lane", daemon=True)
         self._thread.start()
 
@@ -196,9 +181,19 @@ class _TakingPart:
         return self._settings.engine if place is None else str(place.url)
 
     def wait(self, timeout_s: float | None) -> bool:
-        began_s, said = time.monotonic(), False
+        began_s = time.monotonic()
+        self._waiting_since_s = began_s
+        try:
+            return self._wait(began_s, timeout_s)
+        finally:
+            self._waiting_since_s = None
+
+    def _wait(self, began_s: float, timeout_s: float | None) -> bool:
+        said = False
         with self._news:
             while not self.leaving:
+                if self._refused:
+                    raise LaneError(self._refused)
                 if self.is_open:
                     if said:
                         _log.warning("the lane is open again after %.0f s", time.monotonic() - began_s)
@@ -222,7 +217,7 @@ class _TakingPart:
         """Give the lane back, and the job to Slurm."""
         self.end()
         job = self._settings.job
-        if job is not None and not self._settings.held:
+        if job is not None and self._settings.held is None:
             requeue(job)
 
     def end(self) -> None:
@@ -236,6 +231,8 @@ class _TakingPart:
         self._thread.join(_GOODBYE_S)
 
     def _changed(self) -> None:
+        keeper = self._keeper
+        self._had_lane = self._had_lane or (keeper is not None and keeper.place is not None)
         with self._news:
             self._news.notify_all()
 
@@ -244,14 +241,27 @@ class _TakingPart:
         while not self._ending.is_set():
             try:
                 asyncio.run(self._session())
+            except StoreRefused as error:
+                if not self._had_lane:
+                    self._refused = str(error)
+                    self._changed()
+                    return
+                # It may have much to lose by now: it waits, and can be told to leave.
+                _log.warning("the lane counts as closed: %s", error)
+                self._keeper = None
+                self._ending.wait(_REFUSED_AGAIN_S)
+                continue
             except Exception:  # noqa: BLE001 - the user's program must not die of it
                 _log.exception("the lane cannot be followed; it counts as closed, and is tried again")
             self._keeper = None
             self._ending.wait(_AGAIN_S)
 
     async def _session(self) -> None:
-        from hybridsched.store.connection import async_client
+        from redis import RedisError
+
+        from hybridsched.store.connection import async_client, explain
         from hybridsched.store.lane_holders import LaneHolders
+        from hybridsched.store.tasks import end_tasks
         from hybridsched.workers.lane_claim import Seeker, owner_name
         from hybridsched.workers.lane_keeper import LaneKeeper
 
@@ -259,7 +269,7 @@ class _TakingPart:
         settings, owner = self._settings, owner_name()
         client = async_client(settings.url, name="hybridsched-lane")
         seeker = None
-        if not settings.held:
+        if settings.held is None:
             seeker = Seeker(
                 LaneHolders(client, settings.pool),
                 owner=owner,
@@ -269,15 +279,43 @@ class _TakingPart:
                 model=settings.model,
             )
         keeper = LaneKeeper(
-            client, settings.pool, owner=owner, seeker=seeker, lane=settings.lane, changed=self._changed
+            client,
+            settings.pool,
+            owner=owner,
+            seeker=seeker,
+            lane=settings.lane,
+            holder=settings.held.owner if settings.held else "",
+            changed=self._changed,
         )
         self._loop, self._stop, self._keeper = asyncio.get_running_loop(), asyncio.Event(), keeper
         if self._ending.is_set():
             return
+        minding = asyncio.create_task(self._mind(keeper), name="lane-mind")
         try:
             await keeper.run(self._stop)
+        except RedisError as error:
+            raise explain(error, settings.url, "looking for a lane") from error
         finally:
+            await end_tasks(minding)
             await client.aclose()
+
+    async def _mind(self, keeper: LaneKeeper) -> None:
+        """While the program waits: take a better lane, or give up. Between its checkpoints it may be using
+        the lane's engine, and is left alone."""
+        settings = self._settings
+        while settings.held is None:
+            await asyncio.sleep(_MIND_S)
+            waiting_s, closed_s = self._waiting_since_s, keeper.closed_since_s
+            if waiting_s is None or closed_s is None:
+                continue
+            now_s = time.monotonic()
+            if settings.job is not None and now_s - max(waiting_s, closed_s) > _LEAVE_AFTER_S:
+                _log.warning("no lane has been open for long: the job goes back to Slurm's queue")
+                self.leave_soon()
+                self._changed()
+                return
+            if settings.lane is None and now_s - closed_s > _MOVE_AFTER_S:
+                await keeper.move_if_better()
 
 
 def _configure_logs() -> None:
@@ -299,7 +337,7 @@ def _get() -> _TakingPart | None:
     global _taking_part, _known
     with _lock:
         if not _known:
-            settings = _settings(os.environ)
+            settings = lane_settings(os.environ)
             if settings is not None:
                 _listen()
                 _taking_part = _TakingPart(settings)
@@ -314,7 +352,7 @@ def _listen() -> None:
             "first used outside the main thread: SIGUSR2 is not taken, call lane.leave_soon() for it"
         )
         return
-    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+    if notice.is_free():
         signal.signal(signal.SIGUSR2, _told)
 
 
@@ -334,9 +372,19 @@ def _forked() -> None:
     _lock = threading.RLock()
     before, _taking_part, _known = _taking_part, None, False
     keeper = None if before is None else before._keeper
-    if keeper is not None and keeper.place is not None:
-        os.environ |= {"HYBRIDSCHED_LANE": keeper.place.lane, HELD_VARIABLE: "1"}
+    place = None if keeper is None else keeper.place
+    if before is None or keeper is None or place is None:
+        return
+    mark = held_by(before._settings.job, keeper.owner, place)
+    os.environ |= {
+        "HYBRIDSCHED_LANE": place.lane,
+        "HYBRIDSCHED_ENGINE_URL": place.url,
+        HELD_VARIABLE: mark.text(),
+    }
 
 
+if os.environ.get("HYBRIDSCHED_LANE") != "none":
+    # From the import on: by default the signal would end the program, and Slurm count its job as failed.
+    notice.listen()
 atexit.register(_goodbye)
 os.register_at_fork(after_in_child=_forked)

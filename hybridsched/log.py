@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
-import stamina.instrumentation
 import structlog
 
 
@@ -30,21 +29,22 @@ def configure(*, level: str = "info", json_lines: bool | None = None) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(names[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Stderr())),
+        # A logger that was used before obeys a later call as well; a line is rare enough to be bound anew.
+        cache_logger_on_first_use=False,
     )
+
+
+class _Stderr:
+    """Standard error as it is at each line: loggers outlive a stream that stood in its place for a while."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     """A logger bound to the name of its component."""
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(component=name))
-
-
-def keep_stdout_clean() -> None:
-    """Have retries reported through `logging` in a program that has not set up structlog.
-
-    stamina reports each retry through structlog, which prints on stdout until somebody configures it; the
-    stdout of an online service that imports our client is not ours to write on.
-    """
-    if not structlog.is_configured():
-        stamina.instrumentation.set_on_retry_hooks((stamina.instrumentation.LoggingOnRetryHook,))

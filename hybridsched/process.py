@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent ends."""
+_PR_SET_CHILD_SUBREAPER = 36
+"""Option of prctl(2): whose parent ends becomes a child of this process, not of process 1."""
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
@@ -29,3 +31,10 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> Callable[[], Non
             os._exit(1)
 
     return prepare
+
+
+def adopt_orphans() -> None:
+    """From here on what a child has started stays a descendant of this process when the child ends. Does
+    nothing where the kernel has no such thing (not Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

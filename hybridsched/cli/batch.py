@@ -2,92 +2,90 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
-from hybridsched.cli.access import Duration, pool_options
+from hybridsched.cli.access import (
+    Deadline,
+    Duration,
+    log_to_stderr,
+    pool_options,
+    store_problem,
+    with_redis,
+)
+from hybridsched.cli.batch_follow import print_json, reading, wait_for_end
+from hybridsched.cli.batch_run import report_run, run_here
 from hybridsched.cli.batch_sbatch import sbatch_options, show_job, submit_by_sbatch, take_wishes
 
 if TYPE_CHECKING:
-    from hybridsched.batches.work import WorkFolder
+    from hybridsched.cli.batch_waits import Waits
     from hybridsched.store.batch_values import BatchProgress
     from hybridsched.store.batches import BatchStore
 
-POLL_S = 0.5
-"""How often a waiting command looks."""
 
 _json_option = click.option("--json", "json_", is_flag=True, help="Print JSON for programs.")
 
 
-def _engine_url(_ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/]+/?", value):
-        raise click.BadParameter(
-            f"{value!r} is not an engine's address: give http://HOST:PORT, without a path", param=param
-        )
-    return value.rstrip("/")
-
-
-class _Deadline(Duration):
-    """A span from now, or a moment, as milliseconds from now."""
-
-    name = "deadline"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from datetime import datetime
-
-        try:
-            moment = datetime.fromisoformat(str(value))
-        except ValueError:
-            try:
-                return super().convert(value, param, ctx)
-            except click.BadParameter:
-                self.fail(
-                    f"{value!r} is neither a span (90m, 2h, 1d) nor a moment (2026-11-30T07:00, local time "
-                    "unless it has an offset)",
-                    param,
-                    ctx,
-                )
-        ahead = moment.timestamp() - time.time()
-        if ahead <= 0:
-            self.fail(f"{value!r} is in the past; give a deadline ahead", param, ctx)
-        return ahead * 1000.0
+def _engine_urls(_ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not re.fullmatch(r"https?://[^\s/]+/?", value):
+            raise click.BadParameter(
+                f"{value!r} is not an engine's address: give http://HOST:PORT, without a path", param=param
+            )
+    return tuple(dict.fromkeys(value.rstrip("/") for value in values))
 
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Errors that a user can meet become one sentence and exit status 1."""
-    from hybridsched.batches.files import BatchFileError
+    """Errors that a user can meet become one sentence; exit status 2 where the command was given wrongly."""
+    from hybridsched.batches.errors import BatchFileError, WrongPathError
     from hybridsched.engines.protocol import EngineError
     from hybridsched.store.errors import StoreError
 
     try:
         yield
-    except (BatchFileError, EngineError, StoreError) as error:
+    except StoreError as error:
+        raise store_problem(error) from error
+    except WrongPathError as error:
+        raise click.UsageError(str(error)) from error
+    except (BatchFileError, EngineError) as error:
         raise click.ClickException(str(error)) from error
 
 
 @contextmanager
-def _store(redis_option: str | None, pool: str, doing: str) -> Iterator[BatchStore]:
+def _store(
+    redis_option: str | None, pool: str, doing: str, *, level: str | None = None
+) -> Iterator[BatchStore]:
+    from hybridsched.batches.errors import BatchFileError
     from hybridsched.store.batches import BatchStore
     from hybridsched.store.connection import resolve_url, store_errors, sync_client
 
     url = resolve_url(redis_option)
     if url is None:
         raise click.UsageError("the pool's Redis is not known: give --redis URL or set HYBRIDSCHED_REDIS_URL")
+    log_to_stderr(level)
     with _one_sentence():
         client = sync_client(url, name="hybridsched-cli")
+        other: OSError | None = None
         try:
             with store_errors(url, doing):
-                yield BatchStore(client, pool)
+                try:
+                    yield BatchStore(client, pool)
+                except OSError as error:  # of a file, or of our own output: redis-py wraps its sockets' own
+                    other = error
         finally:
             client.close()
+        if isinstance(other, BrokenPipeError):
+            raise other
+        if other is not None:
+            where = f" {other.filename}" if other.filename else ""
+            raise BatchFileError(f"{doing}:{where} {other.strerror or other}") from other
 
 
 @click.group()
@@ -99,8 +97,8 @@ def batch() -> None:
 @click.argument("words", nargs=-1, required=True, metavar="FILE...")
 @click.option("--output", "-o", metavar="FILE", help="Default: FILE's name with .output.jsonl.")
 @click.option("--errors", metavar="FILE", help="Default: the output's name with .errors.jsonl.")
-@click.option("--model", help="Whose workers run it. Default: the model that most lines name.")
-@click.option("--deadline", type=_Deadline(), help="2h, 1d, or 2026-11-30T07:00. Later lines are not run.")
+@click.option("--model", help="Whose workers run all of it. Default: each line those of its model.")
+@click.option("--deadline", type=Deadline(), help="2h, 1d, or 2026-11-30T07:00. Later lines are not run.")
 @pool_options
 @click.option("--wait", "wait_", is_flag=True, help="Wait for the end, as `batch wait` does.")
 @sbatch_options
@@ -120,6 +118,7 @@ def submit(
     sbatch: bool,
     time_limit: float | None,
     partition: str | None,
+    gres: str | None,
     account: str | None,
     qos: str | None,
     at_once: int | None,
@@ -133,15 +132,23 @@ def submit(
     name a line, become a job array.
     """
     from hybridsched.cli.batch_view import as_json, describe_input
+    from hybridsched.cli.batch_waits import missing_worker
     from hybridsched.workers.offline_submit import Submitted, submit_file
 
-    asked = {"time": time_limit, "partition": partition, "account": account, "qos": qos, "at_once": at_once}
+    asked = {
+        "time": time_limit,
+        "partition": partition,
+        "gres": gres,
+        "account": account,
+        "qos": qos,
+        "at_once": at_once,
+    }
     wishes = take_wishes(sbatch, asked)
     if wishes is None and len(words) > 1:
         raise click.UsageError("one FILE at a time is queued in a pool; several go with --sbatch")
 
     def register(file: str) -> Submitted:
-        with _reading(file) as progress:
+        with reading(file) as progress:
             return submit_file(
                 store,
                 file,
@@ -155,6 +162,7 @@ def submit(
 
     with _store(redis_option, pool, f"submitting {' '.join(words[:3])} to pool {pool}") as store:
         job, every = None, []
+        why = partial(_waits, store, redis_option, pool)
         try:
             if wishes is None:
                 every = [register(words[0])]
@@ -175,21 +183,24 @@ def submit(
         if job is not None:
             show_job(job, every, json_=json_)
             if wait_:
-                ctx.exit(max(_wait(store, one.batch.id, None, json_=False) for one in every))
+                ctx.exit(max(wait_for_end(store, one.batch.id, None, json_=False, why=why) for one in every))
             return
         known = store.progress(made.batch.id)
         if json_ and not wait_:
-            _print_json(as_json(known) | {"known": made.known, "invalid": made.index.invalid})
+            print_json(as_json(known) | {"known": made.known, "invalid": made.index.invalid})
         elif not json_:
             for line in describe_input(made.index):
                 click.echo(line, err=True)
+            missing = missing_worker(store, made.batch)
+            if missing is not None:
+                click.echo(f"It waits: {missing.message}", err=True)
             if made.known:
                 click.echo("It runs already; nothing was changed.", err=True)
             elif made.resumed:
                 click.echo("It had been started before and goes on from there.", err=True)
             click.echo(made.batch.id)
         if wait_:
-            ctx.exit(_wait(store, made.batch.id, None, json_=json_))
+            ctx.exit(wait_for_end(store, made.batch.id, None, json_=json_, why=why))
 
 
 @batch.command()
@@ -197,15 +208,37 @@ def submit(
 @pool_options
 @_json_option
 def status(batch_id: str, redis_option: str | None, pool: str, json_: bool) -> None:
-    """Show one batch."""
+    """Show one batch: how far it is, and why it waits."""
+    from hybridsched.cli.batch_deadline import outlook_of
     from hybridsched.cli.batch_view import as_json, describe
 
+    waits, due = None, None
     with _store(redis_option, pool, f"reading batch {batch_id}") as store:
         found = store.progress(batch_id)
+        if not found.batch.status.ended:
+            due = outlook_of(store, found)
+            waits = _waits(store, redis_option, pool, found)
     if json_:
-        _print_json(as_json(found))
+        print_json(as_json(found, waits) | {"outlook": due})
     else:
-        click.echo(describe(found))
+        click.echo(describe(found, waits, due))
+
+
+def _waits(store: BatchStore, redis_option: str | None, pool: str, found: BatchProgress) -> Waits | None:
+    """Why a batch that has not ended does not go on, as far as that does not stand in its record."""
+    from hybridsched.cli.batch_waits import able, closed_lanes, live_lanes, missing_worker, stopped
+
+    waits = stopped(store)
+    if waits is not None:
+        return waits
+    up, waits = live_lanes(store)
+    if waits is None and (found.batch.parts or not found.running_chunks):
+        waits = missing_worker(store, found.batch)
+    lanes = [] if found.batch.jobs_only else able(found.batch, up)
+    if waits is not None or not lanes:
+        return waits
+    doing, batch = f"reading the lanes of pool {pool}", found.batch
+    return with_redis(redis_option, doing, lambda client: closed_lanes(client, pool, batch, lanes))
 
 
 @batch.command("list")
@@ -220,7 +253,7 @@ def list_(redis_option: str | None, pool: str, active: bool, json_: bool) -> Non
         batches = store.active(any_model=True) if active else store.all()
         found = [store.progress(one.id) for one in batches]
     if json_:
-        _print_json([as_json(one) for one in found])
+        print_json([as_json(one) for one in found])
         return
     if not found:
         click.echo(f"Pool {pool} has no batches.", err=True)
@@ -244,9 +277,13 @@ def wait(
     timeout: float | None,
     json_: bool,
 ) -> None:
-    """Wait until a batch has ended. Exit status 0 when it completed, 1 when not."""
+    """Wait until a batch has ended. Exit status 0 when it completed, 1 when not.
+
+    Where it stands still meanwhile, stderr says why.
+    """
     with _store(redis_option, pool, f"waiting for batch {batch_id}") as store:
-        ctx.exit(_wait(store, batch_id, timeout, json_=json_))
+        why = partial(_waits, store, redis_option, pool)
+        ctx.exit(wait_for_end(store, batch_id, timeout, json_=json_, why=why))
 
 
 @batch.command()
@@ -254,22 +291,47 @@ def wait(
 @pool_options
 @_json_option
 def cancel(batch_id: str, redis_option: str | None, pool: str, json_: bool) -> None:
-    """End a batch: finished lines are kept, the rest goes to the error file as batch_cancelled."""
-    from hybridsched.cli.batch_view import as_json
+    """End a batch: finished lines are kept, the rest goes to the error file as batch_cancelled.
 
-    with _store(redis_option, pool, f"cancelling batch {batch_id}") as store:
-        store.cancel(batch_id)
+    Where no worker is there to do that, this command does it.
+    """
+    from hybridsched.cli.batch_cancel import end_here
+    from hybridsched.cli.batch_view import as_json, lines_answered
+
+    # What the end of a batch logs as news is what this command answers.
+    with _store(redis_option, pool, f"cancelling batch {batch_id}", level="warning") as store:
+        before = store.progress(batch_id)
+        if before.batch.status.ended:
+            raise click.ClickException(
+                f"{batch_id} is {before.batch.status} already, and nothing was changed: "
+                f"{lines_answered(before)}; they are in {before.batch.output} and {before.batch.errors}"
+            )
+        if before.batch.status == "finalizing":
+            raise click.ClickException(
+                f"{batch_id} has run all its lines and is being ended; `hybridsched batch wait {batch_id}` "
+                "waits for that"
+            )
+        problem = end_here(store, store.cancel(batch_id))
         found = store.progress(batch_id)
+    if problem:
+        click.echo(problem, err=True)
     if json_:
-        _print_json(as_json(found))
+        print_json(as_json(found))
+    elif found.batch.status.ended:
+        click.echo(f"{batch_id} is {found.batch.status}: {lines_answered(found)}")
     else:
-        click.echo(f"{batch_id} is {found.batch.status}; {found.done + found.failed:,} lines are finished.")
+        click.echo(f"{batch_id} is {found.batch.status}; {found.done + found.failed:,} lines are answered.")
 
 
 @batch.command()
 @click.argument("file")
 @click.option(
-    "--engine", "engine_url", required=True, callback=_engine_url, help="http://HOST:PORT of a vLLM."
+    "--engine",
+    "engine_urls",
+    required=True,
+    multiple=True,
+    callback=_engine_urls,
+    help="http://HOST:PORT of a vLLM; of several, each line goes to one that serves its model.",
 )
 @click.option("--output", "-o", metavar="FILE", help="Default: FILE's name with .output.jsonl.")
 @click.option("--errors", metavar="FILE", help="Default: the output's name with .errors.jsonl.")
@@ -279,18 +341,18 @@ def cancel(batch_id: str, redis_option: str | None, pool: str, json_: bool) -> N
 def run(
     ctx: click.Context,
     file: str,
-    engine_url: str,
+    engine_urls: tuple[str, ...],
     output: str | None,
     errors: str | None,
     api_key: str | None,
     json_: bool,
 ) -> None:
-    """Run FILE here and now on one engine, without a pool.
+    """Run FILE here and now on an engine, or several, without a pool.
 
     Stopped or killed at any point, the same command goes on where it was.
     """
     from hybridsched import log
-    from hybridsched.batches.files import OutputBusyError, OutputExistsError
+    from hybridsched.batches.errors import OutputBusyError, OutputExistsError
     from hybridsched.batches.layout import local_batch_id, plan_files
     from hybridsched.batches.verify import check_files
     from hybridsched.batches.work import WorkFolder
@@ -301,138 +363,32 @@ def run(
         first = plan_files(file, "run", output=output, errors=errors)
         files = plan_files(file, local_batch_id(first.output), output=first.output, errors=first.errors)
         try:
-            with _reading(file) as progress:
+            with reading(file) as progress:
                 work = WorkFolder.create(files, progress=progress)
         except OutputExistsError:
             found = check_files(files.input, files.output, files.errors)
             if not found.exact:
                 raise
             click.echo(f"{files.output} is complete already; nothing to do.", err=True)
-            ctx.exit(_report(files.output, files.errors, found.lines, found.done, found.failed, json_))
-        if work.files.batch_id != files.batch_id:
+            ctx.exit(report_run(files, found.lines, found.done, found.failed, found.lines, json_))
+        if work.files.batch_id != local_batch_id(work.files.output):
             work.close()
             raise OutputBusyError(
                 f"{files.output} is the output of batch {work.files.batch_id} of a pool; wait for it or "
                 "cancel it, or choose another --output"
             )
-        if not work.resumed:
+        if work.resumed:
+            click.echo(f"An earlier run of {file} was not at its end: it goes on from there.", err=True)
+        else:
             for line in describe_input(work.index):
                 click.echo(line, err=True)
         try:
-            done, failed, at_end = _run_here(work, engine_url, api_key)
+            done, failed, answered = run_here(work, engine_urls, api_key)
         except click.ClickException:
             if not work.resumed:
                 work.discard()
             raise
         lines = work.index.lines
-        if at_end:
+        if done + failed == lines:
             work.remove()
-        else:
-            click.echo("Stopped; the same command goes on from here.", err=True)
-        ctx.exit(_report(files.output, files.errors, lines, done, failed, json_))
-
-
-def _run_here(work: WorkFolder, engine_url: str, api_key: str | None) -> tuple[int, int, bool]:
-    """Run until the end, or until a signal. Returns lines done, lines failed, whether all are."""
-    import asyncio
-    import signal
-
-    from hybridsched.engines.vllm_http import VllmHttpEngine
-    from hybridsched.workers.offline_file import RunState, run_file
-
-    async def session() -> tuple[int, int, bool]:
-        engine = VllmHttpEngine(engine_url, api_key=api_key)
-        healthy = await engine.healthy()
-        await engine.close()
-        if not healthy:
-            raise click.ClickException(
-                f"no engine answers at {engine_url}/health; start it, or give its address with --engine"
-            )
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        with _bar(work.index.lines) as show:
-
-            def on_progress(state: RunState) -> None:
-                show(state.done, state.failed)
-
-            progress = await run_file(work, engine_url, api_key=api_key, stop=stop, on_progress=on_progress)
-        return progress.done, progress.failed, progress.at_end
-
-    try:
-        return asyncio.run(session())
-    finally:
-        work.close()
-
-
-def _report(output: str, errors: str, lines: int, done: int, failed: int, json_: bool) -> int:
-    """Say how a local run ended. Returns the exit status."""
-    whole = done + failed == lines
-    if json_:
-        status = "completed" if whole else "in_progress"
-        counts = {"lines": lines, "done": done, "failed": failed, "remaining": lines - done - failed}
-        _print_json({"status": status, **counts, "output": output, "errors": errors})
-    else:
-        click.echo(f"{done:,} of {lines:,} lines in {output}, {failed:,} in {errors}")
-    return 0 if whole else 1
-
-
-def _wait(store: BatchStore, batch_id: str, timeout_ms: float | None, *, json_: bool) -> int:
-    """Follow a batch to its end, through outages of the store. Returns the exit status."""
-    import redis
-
-    from hybridsched.cli.batch_view import as_json
-
-    until = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000.0
-    found: BatchProgress = store.progress(batch_id)
-    with _bar(found.batch.lines) as show:
-        while not found.batch.status.ended and (until is None or time.monotonic() < until):
-            show(found.done + found.failed, found.failed)
-            time.sleep(POLL_S)
-            with suppress(redis.ConnectionError, redis.TimeoutError):  # the batch goes on; look again
-                found = store.progress(batch_id)
-        show(found.done + found.failed, found.failed)
-    if json_:
-        _print_json(as_json(found))
-    else:
-        text = f"{batch_id} {found.batch.status}: {found.done:,} lines in {found.batch.output}"
-        click.echo(f"{text}, {found.failed:,} in {found.batch.errors}")
-        if found.batch.message:
-            click.echo(found.batch.message, err=True)
-        if not found.batch.status.ended:
-            click.echo("Gave up waiting; the batch goes on.", err=True)
-    return 0 if found.batch.status == "completed" else 1
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _failed: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-
-        def show(done: int, failed: int) -> None:
-            progress.update(task, completed=done, description=f"{failed:,} failed" if failed else "")
-
-        yield show
-
-
-@contextmanager
-def _reading(file: str) -> Iterator[Callable[[int], None] | None]:
-    """A note on a terminal while a large input is read."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    yield lambda read: click.echo(f"\rreading {file}: {read / 1e6:,.0f} MB", nl=False, err=True)
-    click.echo("\r\x1b[K", nl=False, err=True)
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+        ctx.exit(report_run(work.files, lines, done, failed, answered, json_))

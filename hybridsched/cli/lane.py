@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridsched.cli.access import Duration, pool_options
+from hybridsched.cli.access import Duration, job_problem, pool_options
 
 if TYPE_CHECKING:
     _SignalParam = click.ParamType[signal.Signals]
@@ -79,17 +79,18 @@ def run(
 
     CMD starts when the lane opens. When it closes, or the job has to leave, CMD gets the signal: it saves its
     state and exits, with any status but 0, and is started again when the lane opens, in this job or in its
-    next run. Status 0 means that its work is done. In a batch script, `exec` this command, so that Slurm's
-    signal reaches it.
+    next run. Status 0 means that its work is done. `sbatch workers/own.sbatch CMD...` runs this as a job.
+    In a batch script of your own `exec` it, so that Slurm's signal reaches it, and put `trap '' USR2` above
+    everything else: by default the signal ends a script that does not listen yet.
 
-    Exit status: 0 CMD is done, 75 another run goes on, else that of CMD.
+    Exit status: 0 CMD is done, 75 another run goes on, 2 Redis refuses the login, else that of CMD.
     """
     import asyncio
 
     from hybridsched import log
     from hybridsched.store.connection import StoreError, resolve_url
     from hybridsched.workers.lane_run import LaneRun, LaneRunOptions, run_on_lane
-    from hybridsched.workers.slurm_env import job_place
+    from hybridsched.workers.slurm_env import job_place, own_gpus
 
     log.configure(level=ctx.meta.get("hybridsched.log_level", "info"))
     url = resolve_url(redis_option)
@@ -99,6 +100,11 @@ def run(
     if place is None and lane_name is None:
         raise click.UsageError(
             "this is no Slurm job: name the lane with --lane, or submit a job that runs this"
+        )
+    if lane_name is None and (gpus := own_gpus()):
+        raise click.UsageError(
+            f"this job has GPUs of its own ({gpus}), and a lane is a place on an engine of online's: submit "
+            "it with --gres=hsfill:1,hslane:1 and no GPU, or run CMD without `hybridsched lane run`"
         )
     options = LaneRunOptions(
         lane=lane_name,
@@ -117,7 +123,7 @@ def run(
     try:
         status = asyncio.run(start())
     except StoreError as error:
-        raise click.ClickException(str(error)) from error
+        raise job_problem(error) from error
     except FileNotFoundError as error:
         raise click.ClickException(f"{command[0]} cannot be started: {error.strerror}") from error
     except PermissionError as error:

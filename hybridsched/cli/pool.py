@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridsched.cli.access import Duration, on_terminal, pool_options, with_redis
+from hybridsched.cli.access import Duration, pool_options, screen_width, with_redis
+from hybridsched.cli.words import local, span
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from redis.asyncio import Redis
+
+    from hybridsched.core.values import Hold
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
@@ -36,9 +41,10 @@ def status(redis_option: str | None, pool: str, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from hybridsched.cli.pool_view import render
+    from hybridsched.cli.pool_table import render
 
-    Console(width=None if on_terminal() else 200).print(render(seen))
+    width = screen_width()
+    Console(width=width).print(render(seen, width))
 
 
 @pool.group()
@@ -116,7 +122,7 @@ def history(redis_option: str | None, pool: str, limit: int, as_json: bool) -> N
     for entry in found:
         name = "(cannot be read by this release)" if entry.policy is None else entry.policy.name
         remark = f"  {entry.note}" if entry.note else ""
-        click.echo(f"{entry.version:>5}  {_local(entry.at_ms)}  {name}  {entry.by}{remark}")
+        click.echo(f"{entry.version:>5}  {local(entry.at_ms)}  {name}  {entry.by}{remark}")
     if not found:
         click.echo(f"Pool {pool} never had a policy.")
 
@@ -141,55 +147,161 @@ def rollback(redis_option: str | None, pool: str, version: int, as_json: bool) -
 
 
 @pool.command()
+@click.argument("lane_word", metavar="[LANE]", required=False)
 @pool_options
-@click.option("--lane", help="The lane to hold; without it the whole pool.")
+@click.option("--lane", help="The lane to hold, as LANE; without either the whole pool.")
 @click.option("--why", required=True, help="The reason, for whoever asks `hybridsched why`.")
 @click.option("--for", "for_ms", type=Duration(), help="End by itself after this long, such as 30m or 1h30m.")
+@click.option("--force", is_flag=True, help="Also a lane that is not there yet; it is held when it comes.")
 @_json_option
 def hold(
-    redis_option: str | None, pool: str, lane: str | None, why: str, for_ms: float | None, as_json: bool
+    redis_option: str | None,
+    pool: str,
+    lane_word: str | None,
+    lane: str | None,
+    why: str,
+    for_ms: float | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
-    """Keep gates closed until released: of one lane, or of the whole pool."""
+    """Keep gates closed until released: of one lane, or of the whole pool.
+
+    A hold stands beside those of others, under an id of its own: what several hold opens when the last has
+    ended.
+    """
     import msgspec
 
-    from hybridsched.cli.words import span
     from hybridsched.store.holds import HoldStore
     from hybridsched.store.keys import check_name
 
+    lane = _one_lane(lane_word, lane)
     if lane is not None:
         try:
             check_name("lane", lane)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--lane") from error
-    placed = with_redis(
-        redis_option,
-        f"holding pool {pool}",
-        lambda client: HoldStore(client, pool).put(lane=lane or "", by=_who(), why=why, for_ms=for_ms),
-    )
+    if not why.strip():
+        raise click.BadParameter("it is empty; say why, for whoever finds it closed", param_hint="--why")
+
+    async def work(client: Redis) -> tuple[Hold, list[Hold]]:
+        from hybridsched.cli.decision_view import known_lanes, living_lanes, no_such_lane
+
+        if lane is not None and not force:
+            known = await known_lanes(client, pool)
+            if lane not in known:
+                hint = "with --force it is held when it comes"
+                living = await living_lanes(client, pool)
+                raise click.ClickException(f"{no_such_lane(pool, lane, living)}; {hint}")
+        store = HoldStore(client, pool)
+        placed = await store.put(lane=lane or "", by=_who(), why=why, for_ms=for_ms)
+        others = [other for other in await store.standing() if other.id != placed.id]
+        return placed, others
+
+    placed, others = with_redis(redis_option, f"holding pool {pool}", work)
     if as_json:
-        print_json(msgspec.to_builtins(placed))
+        print_json(msgspec.to_builtins(placed) | {"also": msgspec.to_builtins(others)})
         return
     where = f"Lane {lane}" if lane else f"Every lane of pool {pool}"
     until = "until released" if for_ms is None else f"for {span(for_ms)}"
-    click.echo(f"{where} is held {until}.")
+    click.echo(f"{where} is held {until}, by hold {placed.id}.")
+    if others:
+        click.echo(f"{counted(others)} beside it:\n{listed(others)}")
 
 
 @pool.command()
+@click.argument("lane_word", metavar="[LANE]", required=False)
 @pool_options
-@click.option("--lane", help="The lane to release; without it the hold of the whole pool.")
-def release(redis_option: str | None, pool: str, lane: str | None) -> None:
-    """End a hold. Lanes open again when the policy finds them idle."""
+@click.option("--lane", help="The lane to release, as LANE; without either the hold of the whole pool.")
+@click.option("--id", "ids", multiple=True, metavar="ID", help="This hold and no other; may be repeated.")
+@click.option(
+    "--all", "everything", is_flag=True, help="All holds: of the pool and of every lane, or of LANE."
+)
+@_json_option
+def release(
+    redis_option: str | None,
+    pool: str,
+    lane_word: str | None,
+    lane: str | None,
+    ids: tuple[str, ...],
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """End a hold. Lanes that nothing else holds open again when the policy finds them idle.
+
+    Where several hold the pool (or LANE), none is ended until --id says which, or --all: no
+    order to keep closed is ended by accident.
+    """
+    import msgspec
+
     from hybridsched.store.holds import HoldStore
 
-    gone = with_redis(
-        redis_option,
-        f"releasing pool {pool}",
-        lambda client: HoldStore(client, pool).release(lane=lane or ""),
+    lane = _one_lane(lane_word, lane)
+    if ids and (everything or lane is not None):
+        raise click.UsageError("--id names the holds by itself; give it without a lane and --all")
+
+    async def work(client: Redis) -> tuple[list[Hold], list[Hold]]:
+        store = HoldStore(client, pool)
+        chosen = _chosen(await store.standing(), pool=pool, lane=lane, ids=ids, everything=everything)
+        gone = await store.release(chosen)
+        return list(gone), list(await store.standing())
+
+    gone, left = with_redis(redis_option, f"releasing pool {pool}", work)
+    if as_json:
+        print_json({"released": msgspec.to_builtins(gone), "standing": msgspec.to_builtins(left)})
+        return
+    click.echo(f"Released:\n{listed(gone)}" if gone else "Released nothing: somebody else was faster.")
+    if left:
+        click.echo(f"{counted(left)}:\n{listed(left)}")
+    else:
+        click.echo("Nothing holds the pool or any lane of it now.")
+
+
+def _chosen(
+    standing: tuple[Hold, ...], *, pool: str, lane: str | None, ids: tuple[str, ...], everything: bool
+) -> list[Hold]:
+    """The holds that a release means. Raises click's exception when that is none, or more than was named."""
+    names = "" if not standing else f"; these stand:\n{listed(standing)}"
+    if ids:
+        known = {hold.id for hold in standing}
+        unknown = [given for given in ids if given not in known]
+        if unknown:
+            raise click.ClickException(f"pool {pool} has no hold {unknown[0]!r}{names}")
+        return [hold for hold in standing if hold.id in ids]
+    if everything and lane is None:
+        found = list(standing)
+        where = f"pool {pool}"
+    else:
+        found = [hold for hold in standing if hold.lane == (lane or "")]
+        where = f"lane {lane}" if lane else f"pool {pool} as a whole"
+    if not found:
+        raise click.ClickException(f"{where} is not held{names}")
+    if len(found) > 1 and not everything:
+        raise click.ClickException(
+            f"{len(found)} holds stand on {where}, and none was released; say which with --id ID, or --all:\n"
+            f"{listed(found)}"
+        )
+    return found
+
+
+def counted(holds: Sequence[Hold]) -> str:
+    """`1 hold stands`, `2 holds stand`."""
+    return "1 hold stands" if len(holds) == 1 else f"{len(holds)} holds stand"
+
+
+def listed(holds: Sequence[Hold]) -> str:
+    """One line a hold: its id, what it holds, by whom, why and how long."""
+    return "\n".join(
+        f"  {hold.id}  {f'lane {hold.lane}' if hold.lane else 'the whole pool'}, by {hold.by}: {hold.why}, "
+        + ("until released" if hold.until_ms is None else f"until {local(hold.until_ms)}")
+        for hold in holds
     )
-    where = f"lane {lane}" if lane else f"pool {pool} as a whole"
-    if not gone:
-        raise click.ClickException(f"{where} is not held; see the holds with `hybridsched pool status`")
-    click.echo(f"The hold of {where} is over.")
+
+
+def _one_lane(word: str | None, option: str | None) -> str | None:
+    """The lane that is meant, given either way."""
+    if word is not None and option is not None and word != option:
+        raise click.UsageError(f"two lanes were given, {word} and --lane {option}; name one")
+    return option if word is None else word
 
 
 def print_json(data: Any) -> None:
@@ -208,9 +320,3 @@ def _who() -> str:
     except (OSError, KeyError):
         user = "unknown"
     return f"{user}@{socket.gethostname()}"
-
-
-def _local(at_ms: float) -> str:
-    from datetime import UTC, datetime
-
-    return datetime.fromtimestamp(at_ms / 1000.0, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hybridsched.cli.access import Duration
+from hybridsched.cli.access import Duration, job_problem, store_problem
+from hybridsched.cli.worker_words import engine_address, model_name, worker_name
+
+if TYPE_CHECKING:
+    from hybridsched.engines.request_log import RequestLog
 
 T = TypeVar("T")
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def _name(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is not None and not _NAME.fullmatch(value):
-        raise click.BadParameter(
-            f"{value!r} is not a name: use 1 to 64 letters, digits, '.', '_', '-', the first no sign",
-            param=param,
-        )
-    return value
-
-
-def _model(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is not None and (not value or any(c in value for c in "{}\n\r\0 ")):
-        raise click.BadParameter(f"{value!r} is not a model name: no blanks and no braces", param=param)
-    return value
-
-
-def _engine_url(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is None:
-        return None
-    if not re.fullmatch(r"https?://[^\s/]+/?", value):
-        raise click.BadParameter(
-            f"{value!r} is not an engine's address: give http://HOST:PORT, without a path", param=param
-        )
-    return value.rstrip("/")
-
 
 _engine_option = click.option(
     "--engine",
     "engine_url",
     required=True,
-    callback=_engine_url,
+    callback=engine_address,
     help="http://HOST:PORT of the replica's vLLM.",
 )
+
+
+_request_log_option = click.option(
+    "--request-log",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Append one JSON line for each request to the engine, for a report.",
+)
+
+
+def _request_log(path: Path | None) -> RequestLog | None:
+    from hybridsched.engines.request_log import RequestLog
+
+    if path is None:
+        return None
+    try:
+        return RequestLog(path)
+    except OSError as error:
+        raise click.ClickException(f"--request-log {path} cannot be written: {error.strerror}") from error
 
 
 def _common(command: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +58,7 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
             default="default",
             show_default=True,
             envvar="HYBRIDSCHED_POOL",
-            callback=_name,
+            callback=worker_name,
             help="The pool's name.",
         ),
         click.option(
@@ -96,7 +90,7 @@ def _run(start: Callable[[str], Coroutine[Any, Any, T]], redis_option: str | Non
             )
         return asyncio.run(start(url))
     except StoreError as error:
-        raise click.ClickException(str(error)) from error
+        raise store_problem(error) from error
 
 
 @click.group()
@@ -106,13 +100,18 @@ def worker() -> None:
 
 @worker.command()
 @_common
-@click.option("--replica", required=True, callback=_name, help="This replica's name in the pool.")
-@click.option("--model", required=True, callback=_model, help="The model it serves.")
-@click.option(
-    "--engine", "engine_url", required=True, callback=_engine_url, help="http://HOST:PORT of its vLLM."
-)
+@click.option("--replica", required=True, callback=worker_name, help="This replica's name in the pool.")
+@click.option("--model", required=True, callback=model_name, help="The model it serves.")
+@_engine_option
+@_request_log_option
 def online(
-    redis_option: str | None, pool: str, speed: float, replica: str, model: str, engine_url: str
+    redis_option: str | None,
+    pool: str,
+    speed: float,
+    replica: str,
+    model: str,
+    engine_url: str,
+    request_log: Path | None,
 ) -> None:
     """Serve online requests on one engine.
 
@@ -120,9 +119,12 @@ def online(
     and answers each request even when the engine dies.
     """
 
+    log = _request_log(request_log)
+
     async def start(url: str) -> None:
         from hybridsched.log import get_logger
-        from hybridsched.workers.online import run_online
+        from hybridsched.workers.online import OnlineOptions, run_online
+        from hybridsched.workers.online_jobs import JobOptions
 
         await run_online(
             redis_url=url,
@@ -132,6 +134,7 @@ def online(
             engine_url=engine_url,
             speed=speed,
             log=get_logger("online"),
+            options=OnlineOptions(jobs=JobOptions(request_log=log)),
         )
 
     _run(start, redis_option)
@@ -139,10 +142,20 @@ def online(
 
 @worker.command()
 @_common
-@click.option("--lane", callback=_name, help="The lane's name; default: the replica's.")
-@click.option("--replica", callback=_name, help="The replica whose engine the lane shares.")
-@click.option("--model", callback=_model, help="The model that its batches ask for.")
-@click.option("--engine", "engine_url", callback=_engine_url, help="http://HOST:PORT of its vLLM.")
+@click.option("--lane", callback=worker_name, help="The lane's name; default: the replica's.")
+@click.option(
+    "--replica",
+    callback=worker_name,
+    help="The replica whose engine the lane shares, or beside which its own engine stands.",
+)
+@click.option("--model", callback=model_name, help="The model that its batches ask for.")
+@click.option("--engine", "engine_url", callback=engine_address, help="http://HOST:PORT of its vLLM.")
+@_request_log_option
+@click.option(
+    "--own-engine",
+    is_flag=True,
+    help="The engine is the lane's alone, beside the replica's: a pause stops all of it and loses nothing.",
+)
 @click.option("--burst", is_flag=True, help="End when no batch has work left.")
 @click.option(
     "--slurm-job",
@@ -167,6 +180,11 @@ def online(
     show_default=True,
     help="With --slurm-job: back to Slurm's queue when no lane has been open for this long.",
 )
+@click.option(
+    "--idle-gpus",
+    is_flag=True,
+    help="With --slurm-job: the job may hold GPUs of its own; they stand idle until online preempts it.",
+)
 @click.pass_context
 def offline(
     ctx: click.Context,
@@ -177,6 +195,8 @@ def offline(
     replica: str | None,
     model: str | None,
     engine_url: str | None,
+    request_log: Path | None,
+    own_engine: bool,
     burst: bool,
     source: str | None,
     output: str | None,
@@ -184,19 +204,23 @@ def offline(
     deadline: float | None,
     give_back_after: float,
     leave_after: float,
+    idle_gpus: bool,
 ) -> None:
     """Run batches on one lane while its gate is open.
 
     A closed gate stops it at the next chunk, or at the engine's next iteration, as the policy
-    says; nothing that is finished is lost.
+    says; nothing that is finished is lost. A lane has one worker: a second one ends with exit status 1.
 
     With --slurm-job FILE it runs that file alone, with the rights of the job's user. Exit status: 0 the batch
-    is complete, 1 it ended otherwise, 75 its place is kept and another run goes on from there.
+    is complete, 1 it ended otherwise, 2 it cannot begin (Redis refuses the login, or the job has GPUs of its
+    own), 75 its place is kept and another run goes on from there.
     """
     if source is not None:
         for given, name in ((lane, "--lane"), (replica, "--replica"), (engine_url, "--engine")):
             if given is not None:
                 raise click.UsageError(f"{name} cannot be chosen with --slurm-job: the job takes a free lane")
+        if own_engine:
+            raise click.UsageError("--slurm-job takes a lane on online's engine: --own-engine cannot be")
         job = _slurm_job(
             source=source,
             output=output,
@@ -207,6 +231,7 @@ def offline(
             speed=speed,
             give_back_s=give_back_after / 1000.0,
             leave_after_s=leave_after / 1000.0,
+            idle_gpus=idle_gpus,
         )
         ctx.exit(_run(job, redis_option))
     for wish, name in ((output, "--output"), (errors, "--errors"), (deadline, "--deadline")):
@@ -214,9 +239,15 @@ def offline(
             raise click.UsageError(f"{name} goes with --slurm-job FILE; a lane's worker runs every batch")
     if replica is None or model is None or engine_url is None:
         raise click.UsageError("give --replica, --model and --engine, or --slurm-job FILE inside a Slurm job")
+    if own_engine and lane not in (None, replica):
+        raise click.UsageError(
+            f"--lane {lane}: a lane with its own engine has the name of its replica, {replica}, as a claim "
+            "of online requests closes the gate of that name in the same step; leave --lane out"
+        )
+    log = _request_log(request_log)
 
     async def start(url: str) -> None:
-        from hybridsched.workers.offline import run_offline
+        from hybridsched.workers.offline_process import run_offline
 
         await run_offline(
             redis_url=url,
@@ -227,6 +258,8 @@ def offline(
             engine_url=engine_url,
             speed=speed,
             burst=burst,
+            request_log=log,
+            own_engine=own_engine,
         )
 
     _run(start, redis_option)
@@ -243,9 +276,10 @@ def _slurm_job(
     speed: float,
     give_back_s: float,
     leave_after_s: float,
+    idle_gpus: bool,
 ) -> Callable[[str], Coroutine[Any, Any, int]]:
     """What runs a batch file inside a Slurm job. Returns the exit status."""
-    from hybridsched.workers.slurm_env import job_place
+    from hybridsched.workers.slurm_env import job_place, own_gpus
 
     place = job_place()
     if place is None:
@@ -254,8 +288,17 @@ def _slurm_job(
             "`hybridsched batch submit --sbatch FILE`"
         )
 
+    if not idle_gpus and (gpus := own_gpus()):
+        raise click.UsageError(
+            f"this job has GPUs of its own ({gpus}), which it would hold and not use while it waits: a "
+            "batch runs on a lane, which is a place on an engine of online's. Submit it with the --gres of "
+            "workers/offline.sbatch (hsfill:1,hslane:1, or as the site calls them) and no GPU, or give "
+            "--idle-gpus to hold them all the same"
+        )
+
     async def start(url: str) -> int:
-        from hybridsched.batches.files import BatchFileError
+        from hybridsched.batches.errors import BatchFileError
+        from hybridsched.store.errors import StoreRefused
         from hybridsched.workers.offline_job import JobOptions, OfflineJob, run_offline_job
 
         job = OfflineJob(
@@ -272,6 +315,8 @@ def _slurm_job(
         )
         try:
             return await run_offline_job(job)
+        except StoreRefused as error:
+            raise job_problem(error) from error
         except (BatchFileError, ValueError) as error:
             raise click.ClickException(str(error)) from error
 
@@ -287,21 +332,35 @@ def _slurm_job(
     envvar="HYBRIDSCHED_SCRIPTS",
     help="Folder below which a policy's scripts of online replicas must lie; default: the working directory.",
 )
-def policy(redis_option: str | None, pool: str, speed: float, standby: bool, scripts: Path | None) -> None:
+@click.option(
+    "--hand",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    envvar="HYBRIDSCHED_HAND",
+    metavar="PROGRAM",
+    help="What changes hosts for the policy's modes: called with HOST and what to do (docs/modes.md).",
+)
+def policy(
+    redis_option: str | None,
+    pool: str,
+    speed: float,
+    standby: bool,
+    scripts: Path | None,
+    hand: Path | None,
+) -> None:
     """Measure the pool, decide which gates are open, and record why."""
 
     async def start(url: str) -> None:
-        from hybridsched.workers.policy import run_policy
+        from hybridsched.workers.policy_run import run_policy
 
-        await run_policy(redis_url=url, pool=pool, speed=speed, standby=standby, scripts=scripts)
+        await run_policy(redis_url=url, pool=pool, speed=speed, standby=standby, scripts=scripts, hand=hand)
 
     _run(start, redis_option)
 
 
 @worker.command()
 @_common
-@click.option("--model", required=True, callback=_model, help="The model it serves.")
-@click.option("--replica", callback=_name, help="Its name in the pool; default: by its Slurm job.")
+@click.option("--model", required=True, callback=model_name, help="The model it serves.")
+@click.option("--replica", callback=worker_name, help="Its name in the pool; default: by its Slurm job.")
 @click.option(
     "--port", default=0, type=click.IntRange(0, 65_535), help="The engine's port; 0 takes a free one."
 )
