@@ -10,7 +10,9 @@ from pathlib import Path
 
 from hybridsched.batches.assemble import Assembler
 from hybridsched.batches.cut import ChunkSpan, Cursor, cut_chunk
-from hybridsched.batches.files import Disk, DiskFullError
+from hybridsched.batches.errors import DiskFullError
+from hybridsched.batches.files import Disk
+from hybridsched.batches.folder import Folder
 from hybridsched.batches.journal import ChunkJournal
 from hybridsched.batches.layout import plan_files
 from hybridsched.batches.records import output_record
@@ -46,10 +48,10 @@ class FaultyDisk(Disk):
             self.dead = True
             raise CrashError
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, folder: Folder, name: str, flags: int) -> int:
         if flags & (os.O_CREAT | os.O_TRUNC):
             self._step()
-        return super().open(path, flags)
+        return super().open(folder, name, flags)
 
     def write(self, fd: int, data: bytes, path: Path) -> None:
         self._step(lambda: super(FaultyDisk, self).write(fd, data[: len(data) // 2], path))
@@ -62,23 +64,27 @@ class FaultyDisk(Disk):
         self._step()
         super().truncate(fd, length, path)
 
-    def replace(self, source: Path, target: Path) -> None:
+    def replace(self, folder: Folder, source: str, target: str) -> None:
         self._step()
-        super().replace(source, target)
+        super().replace(folder, source, target)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, folder: Folder, name: str) -> None:
         self._step()
-        super().unlink(path)
+        super().unlink(folder, name)
 
-    def mkdir(self, path: Path) -> None:
+    def link(self, folder: Folder, name: str, text: str) -> None:
         self._step()
-        super().mkdir(path)
+        super().link(folder, name, text)
 
-    def rmdir(self, path: Path) -> None:
+    def mkdir(self, folder: Folder, name: str) -> None:
         self._step()
-        super().rmdir(path)
+        super().mkdir(folder, name)
 
-    def sync_folder(self, path: Path) -> None:
+    def rmdir(self, folder: Folder, name: str) -> None:
+        self._step()
+        super().rmdir(folder, name)
+
+    def sync_folder(self, folder: Folder) -> None:
         self._step()
 
 
@@ -133,7 +139,7 @@ def run_chunk(
     journal = ChunkJournal.open(work, number, fence, span)
     try:
         with work.open_input() as file:
-            for verdict in read_span(file, span.start, span.end, span.first_line, work.index.duplicates):
+            for verdict in read_span(file, span.read_from, span.end, span.first_line, work.index.duplicates):
                 if verdict.line in journal.finished:
                     continue
                 if upto <= 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridsched.ports import first_job_id, keep_testbed_ports
 from tests.helpers import wait_until
 
 TESTBED = Path(__file__).resolve().parent.parent / "slurm" / "testbed"
@@ -26,42 +26,24 @@ def installed() -> bool:
     return all(shutil.which(name, path=path) for name in PROGRAMS)
 
 
-def free_port_base(nodes: int) -> int:
-    """A base whose ports for slurmctld and `nodes` slurmd are free now, below the range of outgoing ports."""
-    start = 18000 + (os.getpid() * 331) % 12000
-    for step in range(40):
-        base = 18000 + (start - 18000 + step * 300) % 12000
-        if all(_free(base + offset) for offset in (1, *range(10, 11 + nodes))):
-            return base
-    raise AssertionError("no free range of TCP ports for a Slurm testbed between 18000 and 30000")
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 class Testbed:
     """One testbed in its own state folder."""
 
     __test__ = False
 
-    def __init__(self, state: Path, *options: str, nodes: int = 4, gpus: int = 4) -> None:
+    def __init__(self, state: Path, *options: str, nodes: int = 4, gpus: int = 4, records: int = 1) -> None:
+        """`records`: node records of each node, whose ports are kept free too."""
         self.state = state
         self.nodes = tuple(f"n{i}" for i in range(1, nodes + 1))
         self.gpus = gpus
-        self.port_base = free_port_base(nodes)
+        # Its own from here to `down`, also while a daemon of it is dead.
+        self.port_base, self._ports = keep_testbed_ports(nodes * records, seed=os.getpid())
         self.conf = state / "etc" / "slurm.conf"
         self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
         # Two testbeds on one machine share node names and users: with job ids in common as well, the epilog
         # of one would take the other's processes for its own.
         ids = state / "first-job.conf"
-        ids.write_text(f"FirstJobId={1000 * (1 + os.getpid() % 60_000)}\n")
+        ids.write_text(f"FirstJobId={first_job_id(self.port_base)}\n")
         self._options = [
             *("--state", str(state), "--port-base", str(self.port_base), "--append", str(ids)),
             *("--nodes", str(nodes), "--gpus", str(gpus), *options),
@@ -75,8 +57,10 @@ class Testbed:
         """End everything of this testbed."""
         wish = ["--wipe"] if wipe else []
         _call([str(TESTBED / "down"), "--state", str(self.state), *wish], timeout_s=60)
+        if wipe:
+            self._ports.close()
 
-    def run(self, *command: str, timeout_s: float = 20, stdin: str | None = None) -> str:
+    def run(self, *command: str, timeout_s: float = 60, stdin: str | None = None) -> str:
         """What a command says on stdout, run with this testbed's SLURM_CONF. Raises when it fails."""
         return _call(list(command), timeout_s=timeout_s, env=self.env, stdin=stdin)
 
@@ -85,7 +69,14 @@ class Testbed:
     ) -> subprocess.CompletedProcess[str]:
         """The same without a check of the exit status."""
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, env=self.env, input=stdin, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=self.env,
+            input=stdin,
+            check=False,
         )
 
     def sbatch(self, *options: str, script: str | None = None, name: str = "job") -> int:
@@ -100,7 +91,7 @@ class Testbed:
         said = self.run(*given, stdin=script)
         return int(said.strip().split(";")[0])
 
-    def output(self, job: int) -> str:
+    def output(self, job: int | str) -> str:
         """What a job's file holds so far."""
         path = self.state / "out" / f"{job}.out"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -130,9 +121,9 @@ class Testbed:
         return _fields(self.run("scontrol", "-o", "-d", "show", "node", node))
 
     def set_fill(self, node: str, count: int) -> None:
-        """Set the live count of hsfill, the node's other GRES repeated unchanged."""
+        """Set the live count of hsfill, the node's other GRES repeated unchanged. It is not consumed."""
         others = [part for part in self.node(node)["Gres"].split(",") if not part.startswith("hsfill")]
-        gres = ",".join([*others, f"hsfill:{count}"])
+        gres = ",".join([*others, f"hsfill:no_consume:{count}"])
         self.run("scontrol", "update", f"nodename={node}", f"gres={gres}")
 
     def fill(self, node: str) -> int:
@@ -203,7 +194,14 @@ def _call(
     command: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None, stdin: str | None = None
 ) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env=env, input=stdin, check=False
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        env=env,
+        input=stdin,
+        check=False,
     )
     if done.returncode != 0:
         raise AssertionError(

@@ -14,10 +14,11 @@ from hybridsched.cluster.commands import CommandCluster
 from hybridsched.cluster.fake import FakeCluster, FakeSlurm
 from hybridsched.cluster.protocol import Cluster
 from hybridsched.cluster.pyslurm_adapter import PyslurmCluster
-from hybridsched.cluster.values import ClusterError, Gres, JobSpec, Reservation
+from hybridsched.cluster.values import ClusterError, Gres, JobChange, JobSpec, Reservation
 from tests.slurm import Testbed
 
 ROOT = Path(__file__).resolve().parents[2]
+LANE = (Gres(name="hsfill"), Gres(name="hslane"))
 SCRIPT = """#!/bin/bash
 #SBATCH --signal=B:USR2@60 --open-mode=append
 trap 'echo got USR2; exit 0' USR2
@@ -48,7 +49,7 @@ def offline(rig: Rig, name: str = "hs-test", **changes: object) -> JobSpec:
         name=name,
         script=SCRIPT,
         partition="offline",
-        gres=(Gres(name="hsfill", count=1),),
+        gres=LANE,
         time_limit_min=10,
         requeue=True,
         append=True,
@@ -145,6 +146,22 @@ class StandinCommands(CommandCluster):
     async def set_gres_count(self, node: str, name: str, count: int) -> None:
         with self._rig.state() as slurm:
             slurm.set_gres_count(node, name, count)
+
+    async def update_job(self, job: int, change: JobChange, *, task: int | None = None) -> None:
+        with self._rig.state() as slurm:
+            slurm.update(job, change, task)
+
+    async def down(self, node: str, reason: str) -> None:
+        with self._rig.state() as slurm:
+            slurm.take_down(node, reason)
+
+    async def reserve(self, name: str, nodes: Collection[str], start_ms: float, minutes: int) -> None:
+        with self._rig.state() as slurm:
+            slurm.reserve(name, nodes, start_ms, minutes)
+
+    async def unreserve(self, name: str) -> None:
+        with self._rig.state() as slurm:
+            slurm.reservations = tuple(r for r in slurm.reservations if r.name != name)
 
     async def config(self, keys: Collection[str]) -> dict[str, str]:
         with self._rig.state() as slurm:

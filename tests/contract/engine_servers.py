@@ -40,8 +40,16 @@ class SimulatedServer:
             raise AssertionError(f"the server did not start: {self.process.communicate()[1]!r}")
         self.url: str = json.loads(line)["url"]
 
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def kill_core(self) -> None:
+        """The engine dies and the API lives on for a while."""
+        self.process.send_signal(signal.SIGUSR1)
 
     def stop(self) -> bytes:
         """Kill it; what it wrote on stderr."""

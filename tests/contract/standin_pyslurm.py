@@ -76,8 +76,9 @@ class JobSubmitDescription:
     def __init__(self, **fields: Any) -> None:
         listed = (
             "name account comment working_directory qos standard_output standard_error gres_per_node "
-            "required_nodes partitions begin_time time_limit priority cpus_per_task is_requeueable "
-            "log_files_open_mode script script_args environment memory_per_node array user_id signal"
+            "required_nodes excluded_nodes partitions begin_time time_limit priority cpus_per_task "
+            "is_requeueable log_files_open_mode script script_args environment memory_per_node array user_id "
+            "signal"
         )
         known = set(listed.split())
         if set(fields) - known:
@@ -104,6 +105,7 @@ class JobSubmitDescription:
                         for k, n in (f.get("gres_per_node") or {}).items()
                     ),
                     nodes=tuple(f.get("required_nodes") or ()),
+                    excluded=tuple(f.get("excluded_nodes") or ()),
                     time_limit_min=None if limit is None else _minutes(limit),
                     comment=f.get("comment"),
                     requeue=f.get("is_requeueable"),
@@ -182,11 +184,13 @@ def _job(slurm: FakeSlurm, job_id: int) -> Job:
         state_reason=v.reason or None,
         allocated_nodes=",".join(v.nodes) or None,
         gres_per_node=_gres_dict(v.gres),
+        excluded_nodes=",".join(v.excluded) or None,
+        required_nodes=",".join(v.required) or None,
         comment=v.comment or None,
         requeue_count=v.restarts,
         priority=v.priority,
         submit_time=_noval(int((v.submit_ms or 0) / 1000)),
-        start_time=_noval(int((v.start_ms or 0) / 1000)),
+        start_time=_noval(int((v.start_ms or v.begin_ms or 0) / 1000)),
         end_time=_noval(int((v.end_ms or 0) / 1000)),
         time_limit="UNLIMITED" if v.time_limit_ms is None else int(v.time_limit_ms / 60_000),
         array_id=_noval(v.array_job),
@@ -217,7 +221,7 @@ class Node:
             if wanted == "DRAIN":
                 slurm.drain(self.name, changes.changes.get("reason") or "")
             elif wanted == "RESUME":
-                if "DRAIN" not in slurm._node(self.name).states:
+                if not {"DRAIN", "DOWN"} & set(slurm._node(self.name).states):
                     raise RPCError(msg="Invalid node state specified")
                 slurm.resume(self.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hybridsched.cluster.values import ClusterError, Gres, Job, JobChange, Node, total
-from tests.contract.cluster_rigs import FakeRig, RealPyslurmRig, RealRig, Rig, StandinRig, offline
+from hybridsched.workers.policy_slurm_upkeep import SETTLED_S
+from tests.contract.cluster_rigs import LANE, FakeRig, RealPyslurmRig, RealRig, Rig, StandinRig, offline
 from tests.helpers import await_until
 
 # The real pyslurm needs the Slurm that it was built for: slurm/pyslurm-root.sh makes such a place.
@@ -70,7 +72,7 @@ async def test_slurm_starts_a_job_when_the_count_rises(rig: Rig) -> None:
     assert not waiting.running
     assert (waiting.name, waiting.partition, waiting.user) == ("a job = of mine", "offline", "root")
     assert waiting.comment == "batch=b1 with = and blanks"
-    assert waiting.gres == (Gres(name="hsfill", count=1),)
+    assert waiting.gres == LANE
     assert waiting.nodes == ()
     assert waiting.start_ms is None
     assert waiting.time_limit_ms == 600_000
@@ -81,7 +83,7 @@ async def test_slurm_starts_a_job_when_the_count_rises(rig: Rig) -> None:
     assert started.running
     assert started.nodes == ("n2",)
     assert started.start_ms is not None
-    assert total((await the_node(rig, "n2")).gres_used, "hsfill") == 1
+    assert total((await the_node(rig, "n2")).gres_used, "hslane") == 1
 
 
 async def test_a_lowered_count_leaves_the_running_job_alone(rig: Rig) -> None:
@@ -118,6 +120,9 @@ async def test_requeue_and_start_again(rig: Rig) -> None:
         await rig.cluster.requeue(number)
     assert (refused.value.code, refused.value.retryable) == ("refused", False)
 
+    # In the second of its end slurmd would refuse the next run, and slurmctld end the job for good.
+    await asyncio.sleep(SETTLED_S)
+
     async def again() -> bool:
         job = await the_job(rig, number)
         if job.pending:
@@ -150,6 +155,35 @@ async def test_cancel_ends_and_may_be_repeated(rig: Rig) -> None:
     assert gone.value.code == "not_found"
 
 
+async def test_a_record_that_is_set_down_comes_back_by_resume(rig: Rig) -> None:
+    await rig.cluster.down("n3", "hybridsched: mode day to night")
+    node = await the_node(rig, "n3")
+    assert not node.usable
+    assert node.states[0] == "DOWN"
+    assert node.reason == "hybridsched: mode day to night"
+    await rig.cluster.resume("n3")
+
+    async def back() -> bool:
+        return (await the_node(rig, "n3")).usable
+
+    await await_until(back, timeout_s=30, what="node n3")
+
+
+async def test_a_reservation_is_made_moved_and_removed(rig: Rig) -> None:
+    start = (time.time() + 7200) // 60 * 60_000.0
+    for moved in (0.0, 600_000.0):
+        await rig.cluster.reserve("hs-try", ["n1", "n2"], start + moved, 30)
+        (made,) = [r for r in await rig.cluster.reservations() if r.name == "hs-try"]
+        assert (made.nodes, made.start_ms) == (("n1", "n2"), start + moved)
+        assert made.end_ms == start + moved + 1_800_000
+    await rig.cluster.unreserve("hs-try")
+    await rig.cluster.unreserve("hs-try")
+    assert "hs-try" not in [r.name for r in await rig.cluster.reservations()]
+    with pytest.raises(ClusterError) as refused:
+        await rig.cluster.reserve("hs-try", [], start, 30)
+    assert refused.value.code == "invalid"
+
+
 async def test_drain_and_resume(rig: Rig) -> None:
     await rig.cluster.drain("n3", "GPU 3 fell off = State=IDLE, Gres=none")
     node = await the_node(rig, "n3")
@@ -176,7 +210,40 @@ async def test_the_count_changes_and_the_other_gres_stay(rig: Rig) -> None:
         node = await the_node(rig, "n1")
         assert total(node.gres, "hsfill") == count
         assert total(node.gres, "gpu", "a100") == total(before.gres, "gpu", "a100") == 4
+        assert total(node.gres, "hslane") == total(before.gres, "hslane") == 4
         assert node.usable
+
+
+async def test_a_count_is_no_supply_and_places_are(rig: Rig) -> None:
+    """With a count of 1 jobs start up to the places: the count has to be lowered as they come."""
+    await close_all(rig)
+    jobs = [await rig.cluster.submit(offline(rig)) for _ in range(5)]
+    await rig.cluster.set_gres_count("n1", "hsfill", 1)
+
+    async def full() -> bool:
+        return total((await the_node(rig, "n1")).gres_used, "hslane") == 4
+
+    await await_until(full, timeout_s=rig.start_wait_s, what="every place of n1 taken")
+    states = sorted([(await the_job(rig, number)).state for number in jobs])
+    assert states == ["PENDING", *["RUNNING"] * 4]
+
+
+async def test_counts_move_under_running_jobs_and_the_node_stays_in_service(rig: Rig) -> None:
+    """`scontrol reconfigure` makes every node register: a consumed count ends in INVAL and DRAIN."""
+    await close_all(rig)
+    number = await rig.cluster.submit(offline(rig))
+    for count in (1, 0, 2, 4, 0):
+        await rig.cluster.set_gres_count("n1", "hsfill", count)
+        await until(rig, number, "RUNNING")
+        rig.reconfigure()
+
+        async def configured() -> bool:
+            return total((await the_node(rig, "n1")).gres, "hsfill") == 4
+
+        await await_until(configured, what="the configured count")
+        node = await the_node(rig, "n1")
+        assert node.usable, (node.states, node.reason)
+    assert (await the_job(rig, number)).running
 
 
 async def test_reconfigure_puts_the_count_back(rig: Rig) -> None:
@@ -245,6 +312,45 @@ async def test_hold_comment_and_limit(rig: Rig) -> None:
     assert (job.comment, job.time_limit_ms) == ("another = one", 1_200_000)
     await rig.cluster.update_job(number, JobChange(held=False))
     await until(rig, number, "RUNNING")
+
+
+async def test_a_waiting_job_is_kept_from_nodes(rig: Rig) -> None:
+    await close_all(rig)
+    number = await rig.cluster.submit(offline(rig))
+    assert (await the_job(rig, number)).excluded == ()
+    everywhere = ("n1", "n2", "n3", "n4")
+    await rig.cluster.update_job(number, JobChange(excluded=everywhere, comment="kept"))
+    job = await the_job(rig, number)
+    assert (sorted(job.excluded), job.comment) == (list(everywhere), "kept")
+    second = await rig.cluster.submit(offline(rig))
+    await rig.cluster.set_gres_count("n1", "hsfill", 1)
+    await until(rig, second, "RUNNING")
+    job = await the_job(rig, number)
+    assert job.pending
+    assert not job.held, "the parked node is left to it"
+    await rig.cluster.update_job(number, JobChange(excluded=("n1", "n3")))
+    assert sorted((await the_job(rig, number)).excluded) == ["n1", "n3"]
+    await rig.cluster.update_job(number, JobChange(excluded=()))
+    assert (await the_job(rig, number)).excluded == ()
+    assert (await until(rig, number, "RUNNING")).nodes == ("n1",)
+    with pytest.raises(ClusterError) as late:
+        await rig.cluster.update_job(number, JobChange(excluded=("n1",)))
+    assert late.value.code == "refused"
+    with pytest.raises(ClusterError) as wrong:
+        await rig.cluster.update_job(second, JobChange(excluded=("n[1-3]",)))
+    assert wrong.value.code == "invalid"
+
+
+async def test_a_job_is_submitted_so_that_it_keeps_off_nodes(rig: Rig) -> None:
+    number = await rig.cluster.submit(offline(rig, excluded=("n1", "n2", "n4")))
+    job = await until(rig, number, "RUNNING")
+    assert (job.nodes, sorted(job.excluded)) == (("n3",), ["n1", "n2", "n4"])
+    with pytest.raises(ClusterError) as wrong:
+        await rig.cluster.submit(offline(rig, excluded=("n[1-3]",)))
+    assert wrong.value.code == "invalid"
+    with pytest.raises(ClusterError) as unknown:
+        await rig.cluster.submit(offline(rig, excluded=("n99",)))
+    assert not unknown.value.retryable
 
 
 async def test_jobs_are_picked_by_partition(rig: Rig) -> None:

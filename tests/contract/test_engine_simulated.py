@@ -71,71 +71,6 @@ async def drain(stream: AsyncIterator[StreamChunk]) -> list[dict[str, Any]]:
     return [json.loads(chunk.data) async for chunk in stream]
 
 
-async def test_sigkill_in_a_stream_is_engine_died_and_then_unreachable(own_server: SimulatedServer) -> None:
-    engine = VllmHttpEngine(own_server.url)
-    stream = await running_stream(engine)
-    whole = asyncio.create_task(
-        engine.complete(COMPLETIONS, completion([3], LONG), request_id="w", timeout_s=30)
-    )
-
-    async def both() -> bool:
-        return (await engine.stats()).running == 2
-
-    await await_until(both, what="two running")
-    own_server.signal(signal.SIGKILL)
-    with pytest.raises(EngineError) as died:
-        await drain(stream)
-    assert died.value.code == "engine_died"
-    assert died.value.retryable
-    with pytest.raises(EngineError) as died:
-        await whole
-    assert died.value.code == "engine_died"
-    with pytest.raises(EngineError) as gone:
-        await engine.stats()
-    assert gone.value.code == "engine_unreachable"
-    assert not await engine.healthy()
-    await engine.close()
-
-
-async def test_sigterm_leaves_a_stream_hanging_until_its_client_gives_up(own_server: SimulatedServer) -> None:
-    engine = VllmHttpEngine(own_server.url)
-    stream = await running_stream(engine)
-    own_server.signal(signal.SIGTERM)
-    with pytest.raises(EngineError) as silent:
-        await drain(stream)
-    assert silent.value.code == "engine_timeout"
-    assert silent.value.retryable
-    fresh = VllmHttpEngine(own_server.url)
-    with pytest.raises(EngineError) as refused:
-        await fresh.stats()
-    assert refused.value.code == "engine_unreachable"
-    await fresh.close()
-    await engine.close()
-    wait_until(lambda: own_server.process.poll() is not None, what="the server's exit after its last client")
-    assert own_server.process.returncode == 0
-
-
-@pytest.mark.parametrize("own_server", [("--shutdown-timeout", "20")], indirect=True)
-async def test_sigterm_with_a_shutdown_timeout_drains(own_server: SimulatedServer) -> None:
-    engine = VllmHttpEngine(own_server.url)
-    stream = await running_stream(engine, 600)
-    own_server.signal(signal.SIGTERM)
-
-    async def refuses() -> bool:
-        try:
-            await engine.complete(COMPLETIONS, completion([1], 1), request_id="n", timeout_s=5)
-        except EngineError as error:
-            return error.status == 500 and "cannot schedule new futures" in str(error)
-        return False
-
-    await await_until(refuses, what="the refusal of new requests")
-    chunks = await drain(stream)
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    await engine.close()
-    wait_until(lambda: own_server.process.poll() is not None, what="the server's exit")
-    assert own_server.process.returncode == 0
-
-
 @pytest.mark.parametrize("own_server", [("--shutdown-timeout", "0.2")], indirect=True)
 async def test_a_drain_that_takes_too_long_cuts_the_rest(own_server: SimulatedServer) -> None:
     engine = VllmHttpEngine(own_server.url)
@@ -146,19 +81,6 @@ async def test_a_drain_that_takes_too_long_cuts_the_rest(own_server: SimulatedSe
     assert cut.value.code == "engine_died"
     wait_until(lambda: own_server.process.poll() is not None, what="the server's exit")
     await engine.close()
-
-
-async def test_the_death_of_the_engine_core_shows_inside_the_stream(own_server: SimulatedServer) -> None:
-    engine = VllmHttpEngine(own_server.url)
-    stream = await running_stream(engine)
-    own_server.signal(signal.SIGUSR1)
-    with pytest.raises(EngineError) as died:
-        await drain(stream)
-    assert died.value.code == "engine_died"
-    assert "EngineCore" in str(died.value)
-    assert died.value.status == 500
-    await engine.close()
-    wait_until(lambda: own_server.process.poll() is not None, what="the server's exit")
 
 
 async def test_an_idle_server_exits_at_sigterm(own_server: SimulatedServer) -> None:
@@ -188,7 +110,7 @@ async def test_sleep_and_wake(engine: VllmHttpEngine, http: aiohttp.ClientSessio
     assert not task.done()
     async with http.post(f"{engine.url}/wake_up") as response:
         assert await response.json() == {"status": "awake", "tags": None}
-    assert await engine.abort(COMPLETIONS, ["dream"]) == 1
+    await engine.abort(COMPLETIONS, ["dream"])
     assert (await task).aborted
     assert (await engine.stats()).preemptions_total == before + 1
 
@@ -236,7 +158,7 @@ async def test_pause_modes_abort_and_wait(engine: VllmHttpEngine, http: aiohttp.
         assert "keep" in (await response.json())["error"]["message"]
 
 
-async def test_abort_without_ids_ends_all_and_is_counted_but_a_disconnect_is_not(
+async def test_what_a_pause_ends_is_counted_but_an_abort_and_a_disconnect_are_not(
     engine: VllmHttpEngine, http: aiohttp.ClientSession
 ) -> None:
     async def aborted() -> float:
@@ -263,11 +185,17 @@ async def test_abort_without_ids_ends_all_and_is_counted_but_a_disconnect_is_not
     async with http.post(f"{engine.url}/abort_requests") as response:
         assert await response.json() == {"status": "aborted", "aborted": 2}
     assert all(a.aborted for a in await asyncio.gather(*tasks))
-    assert await aborted() == before + 2
+    assert await aborted() == before
     stream = await running_stream(engine)
     await stream.aclose()  # type: ignore[attr-defined]
     await await_until(idle, what="an idle engine")
-    assert await aborted() == before + 2
+    assert await aborted() == before
+    stream = await running_stream(engine)
+    async with http.post(f"{engine.url}/pause?mode=abort") as response:
+        assert response.status == 200
+    await drain(stream)
+    await engine.resume()
+    assert await aborted() == before + 1
 
 
 async def test_everything_is_labelled_as_simulated(
@@ -317,10 +245,18 @@ async def test_detokenize_gives_the_text_back(engine: VllmHttpEngine, http: aioh
         assert (await response.json())["prompt"] == text
 
 
+async def test_an_empty_model_name_is_none(engine: VllmHttpEngine) -> None:
+    """As vLLM takes it (`if not model_name`)."""
+    body = {"model": "", "prompt": [5], "max_tokens": 2}
+    answer = await engine.complete("/v1/completions", body, request_id="empty", timeout_s=20)
+    assert answer.status == 200
+    assert answer.body["model"]
+
+
 async def test_embeddings_need_the_pooling_runner(servers: Servers, engine: VllmHttpEngine) -> None:
     body = {"model": MODEL, "input": ["one text", "another"]}
     refused = await engine.complete("/v1/embeddings", body, request_id="e", timeout_s=10)
-    assert refused.status == 400
+    assert refused.status == 404
     pooling = VllmHttpEngine(servers.get("--runner", "pooling").url)
     answer = await pooling.complete("/v1/embeddings", body, request_id="e", timeout_s=10)
     assert answer.status == 200
@@ -330,7 +266,7 @@ async def test_embeddings_need_the_pooling_runner(servers: Servers, engine: Vllm
     assert sum(v * v for v in one) == pytest.approx(1.0)
     assert (
         await pooling.complete(COMPLETIONS, completion([1], 1), request_id="c", timeout_s=10)
-    ).status == 400
+    ).status == 404
     await pooling.close()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from hybridsched.batches.progress import Progress
 from hybridsched.store.batch_values import (
     TRANSITIONS,
     BatchInfo,
@@ -72,6 +73,28 @@ def store(valkey: redis.Redis) -> BatchStore:
     return BatchStore(valkey, "p")
 
 
+def test_lines_of_a_chunk_that_was_given_back_still_count(store: BatchStore) -> None:
+    """`batch status` went back to 0 at each pause of a short batch, as if its lines were lost."""
+    batch = store.submit(new())
+    plan(store, batch)
+
+    def counts() -> tuple[int, int, int]:
+        seen = store.progress("batch_a")
+        return seen.done, seen.failed, seen.running_chunks
+
+    first = claim(store, 0)
+    assert store.heartbeat_chunk("batch_a", 0, first.fence, lease_ms=LEASE, done=3, failed=1).ok
+    store.release_chunk("batch_a", 0, first.fence, done=4, failed=1)
+    assert counts() == (4, 1, 0)
+    second = claim(store, 0)
+    assert counts() == (4, 1, 1), "its journal has them, whoever holds it"
+    store.release_chunk("batch_a", 0, second.fence)
+    assert counts() == (4, 1, 0), "it never read the journal"
+    third = claim(store, 0)
+    assert store.complete_chunk("batch_a", 0, third.fence, done=5, failed=1)
+    assert counts() == (5, 1, 0)
+
+
 def test_a_batch_from_submission_to_its_end(store: BatchStore) -> None:
     batch = store.submit(new())
     assert batch.status is BatchStatus.VALIDATING
@@ -95,7 +118,7 @@ def test_a_batch_from_submission_to_its_end(store: BatchStore) -> None:
     assert store.claim_finalize("batch_a", lease_ms=LEASE) is None
     second = claim(store, 1)
     assert store.complete_chunk("batch_a", 1, second.fence, done=4, failed=0)
-    store.mark_assembled("batch_a", 2)
+    store.mark_assembled("batch_a", Progress(next_chunk=2).holds)
     assert refusal(store, 1) == "unknown"
     assert [one.id for one in store.to_finalize("m")] == ["batch_a"]
     fence = store.claim_finalize("batch_a", lease_ms=LEASE)
@@ -259,7 +282,7 @@ def test_a_chunk_that_is_in_the_output_but_not_acknowledged_is_not_forgotten(sto
     plan(store, store.get("batch_a"))
     first, second = claim(store, 0), claim(store, 1)
     assert store.complete_chunk("batch_a", 0, first.fence, done=1, failed=0)
-    store.mark_assembled("batch_a", 2)  # by another worker, which found both sealed
+    store.mark_assembled("batch_a", Progress(next_chunk=2).holds)  # by another worker: both were sealed
     assert refusal(store, 0) == "unknown"
     assert store.complete_chunk("batch_a", 1, second.fence, done=1, failed=0)
     assert store.get("batch_a").outstanding == 0

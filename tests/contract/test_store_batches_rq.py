@@ -19,7 +19,9 @@ from hybridsched.store.rq_chunks import FUNCTION, ChunkJob, ChunkWorker, Refused
 from tests.contract.test_store_batches_ledger import LEASE, claim, new, plan, server_ms
 from tests.helpers import wait_until
 
-QUEUE = "hs-p-m"
+QUEUE = "hs:{p}:model:m"
+FORGED = "batch_x-c0-0123abcd"
+"""An id as ours have, so that the hash behind it is looked at."""
 
 
 class Rig:
@@ -137,8 +139,9 @@ def test_a_chunk_that_waits_in_the_queue_is_not_doubled(rig: Rig) -> None:
 
 
 def test_a_duplicate_job_is_refused_by_the_lease(rig: Rig) -> None:
-    plan(rig.store, rig.store.submit(new()))
-    rig.store._queue("m").put("batch_a", 0)
+    batch = rig.store.submit(new())
+    plan(rig.store, batch)
+    rig.store._queue_of(batch, 0).put("batch_a", 0)
     assert rig.drain() == [("batch_a", 0), ("batch_a", 0)]
     taken = [rig.store.claim_chunk("batch_a", 0, owner="w", lease_ms=LEASE) for _ in range(2)]
     assert isinstance(taken[0], ClaimedChunk)
@@ -224,17 +227,36 @@ def forged(path: str) -> dict[str, dict[str, bytes | str]]:
 @pytest.mark.parametrize("kind", sorted(forged("")))
 def test_a_forged_job_is_dropped_and_the_next_one_runs(rig: Rig, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "evil"
-    put_raw(rig.client, "forged", forged(str(target))[kind])
+    put_raw(rig.client, FORGED, forged(str(target))[kind])
     plan(rig.store, rig.store.submit(new()))
     assert rig.drain() == [("batch_a", 0)]
     assert not target.exists()
 
 
 def test_a_job_whose_hash_is_of_another_type_is_dropped(rig: Rig) -> None:
-    rig.client.set("rq:job:odd", "text")
-    rig.client.rpush(f"rq:queue:{QUEUE}", "odd")
+    rig.client.set(f"rq:job:{FORGED}", "text")
+    rig.client.rpush(f"rq:queue:{QUEUE}", FORGED)
     plan(rig.store, rig.store.submit(new()))
     assert rig.drain() == [("batch_a", 0)]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["bad id 1!", "", "x" * 5000, "batch_a-c0", "batch_a-c99999999999999999999-0123abcd", b"\xff\x00", "a:b"],
+)
+def test_an_entry_that_is_no_job_of_ours_is_dropped_and_the_next_one_runs(
+    rig: Rig, entry: str | bytes
+) -> None:
+    plan(rig.store, rig.store.submit(new()))
+    rig.client.lpush(f"rq:queue:{QUEUE}", *[entry] * 8)
+    assert rig.drain() == [("batch_a", 0)]
+
+
+def test_a_job_of_another_program_that_stands_in_our_queue_keeps_its_hash(rig: Rig) -> None:
+    other = Queue("theirs", connection=rig.client, serializer=JSONSerializer).enqueue("their.function")
+    rig.client.rpush(f"rq:queue:{QUEUE}", other.id)
+    assert rig.drain() == []
+    assert rig.client.exists(f"rq:job:{other.id}")
 
 
 def test_jobs_made_with_plain_rq_are_dropped(rig: Rig, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hybridsched.core.reasons import Reason
 from hybridsched.core.values import Budget, Gate, GateState
 from hybridsched.store.connection import async_client
 from hybridsched.store.embedded import EmbeddedValkey
-from hybridsched.store.gates import LANES_PER_CALL, GateStore, Outcome
+from hybridsched.store.gates import LANES_PER_CALL, GateReading, GateStore, Outcome
 from hybridsched.store.keys import Keys
 from hybridsched.store.leader import LeaderLease
 from tests.helpers import await_until
@@ -261,6 +261,49 @@ async def test_an_older_opening_does_not_undo_a_close() -> None:
     await client.aclose()
 
 
+def _message(state: str, *, at_ms: float, epoch: int) -> bytes:
+    return f'{{"lane":"r0","state":"{state}","reason":"idle","at_ms":{at_ms},"epoch":{epoch}}}'.encode()
+
+
+async def test_an_opening_of_an_older_epoch_does_not_undo_a_close_of_the_same_moment() -> None:
+    client = async_client("redis://127.0.0.1:1")
+    watch = GateStore(client, POOL).watch("r0")
+    watch._pushed(_message("closed", at_ms=100, epoch=3))
+    watch._pushed(_message("open", at_ms=100, epoch=2))
+    assert watch.current.state is CLOSED
+    watch._pushed(_message("open", at_ms=100, epoch=3))
+    assert watch.current.state is OPEN
+    # Redis was emptied: the epochs begin anew, and what comes is later than all before.
+    watch._pushed(_message("closed", at_ms=101, epoch=3))
+    watch._pushed(_message("open", at_ms=102, epoch=0))
+    assert watch.current.state is OPEN
+    await client.aclose()
+
+
+async def test_a_polled_lease_counts_from_when_it_was_asked_for() -> None:
+    client = async_client("redis://127.0.0.1:1")
+    watch = GateStore(client, POOL).watch("r0")
+    now_ms = time.monotonic() * 1000.0
+    watch._polled(GateReading(gate=opened(), epoch=0, lease_ms=60_000.0), now_ms - 20_000.0)
+    assert watch.current.state is OPEN
+    assert watch.lease_left_ms <= 40_000.0
+    watch._polled(GateReading(gate=opened(), epoch=0, lease_ms=10_000.0), now_ms - 20_000.0)
+    assert (watch.current.reason, watch.lease_left_ms) == (Reason.LEASE_EXPIRED, 0.0)
+    assert [gate.state async for gate in _drain(watch)] == [OPEN, CLOSED]
+    await client.aclose()
+
+
+async def test_a_lease_that_ended_is_told_also_where_the_gate_opens_again_before_the_timer_ran() -> None:
+    client = async_client("redis://127.0.0.1:1")
+    watch = GateStore(client, POOL).watch("r0", provisional_ms=1.0)
+    watch._pushed(_message("open", at_ms=1, epoch=0))
+    time.sleep(0.01)  # the loop is held up: no timer runs
+    assert watch.current.state is CLOSED
+    watch._pushed(_message("open", at_ms=1, epoch=0))
+    assert [gate.state async for gate in _drain(watch)] == [OPEN, CLOSED, OPEN]
+    await client.aclose()
+
+
 async def test_the_lease_ends_during_an_outage_and_the_watch_comes_back(tmp_path: Path) -> None:
     with EmbeddedValkey(tmp_path) as server:
         client = async_client(server.url)
@@ -290,3 +333,28 @@ async def test_the_lease_ends_during_an_outage_and_the_watch_comes_back(tmp_path
             await await_until(publish, what="the gate to open again")
         assert watch.outages > 0
         await client.aclose()
+
+
+async def test_a_new_budget_or_reason_leaves_the_time_of_the_state(
+    gates: GateStore, lease: LeaderLease, valkey: redis.Redis
+) -> None:
+    token = {"leader_token": lease.token, "lease_ms": 60_000.0}
+
+    async def publish(gate: Gate) -> Gate:
+        assert await gates.publish(gate, **token) is Outcome.CHANGED  # type: ignore[arg-type]
+        now = (await gates.read("r0")).gate
+        assert now is not None
+        return now
+
+    first = await publish(closed())
+    assert first.since_ms == first.at_ms
+    other_reason = await publish(closed(reason=Reason.FOREIGN_LOAD))
+    assert other_reason.at_ms > first.at_ms
+    assert other_reason.since_ms == first.since_ms
+    begun = await publish(opened())
+    assert begun.since_ms == begun.at_ms
+    wider = await publish(opened(budget=Budget(max_inflight=9, chunk_tokens=1, slice_tokens=0)))
+    assert wider.at_ms > begun.at_ms
+    assert wider.since_ms == begun.since_ms
+    ended = await publish(closed())
+    assert ended.since_ms == ended.at_ms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import redis
 from redis.asyncio import Redis
@@ -101,6 +102,21 @@ async def test_lanes_without_a_replica_and_replicas_without_a_lane(store: Teleme
     await store.publish_lane(LaneRecord(lane="own", replica="gpu3", work=1))
     seen = await store.read_all()
     assert seen.places() == {"own": "gpu3", "shared": "r1"}
+
+
+async def test_what_runs_in_a_lanes_own_engine_is_not_held_against_its_replicas(
+    store: TelemetryStore,
+) -> None:
+    """Else the replica's counters, which do not move for it, would pass for those of an engine that hangs."""
+    await store.publish(record("r0", lane="r0"))
+    shared = LaneRecord(lane="r0", replica="r0", offline_inflight=5, work=9)
+    now_ms = await store.publish_lane(shared)
+    assert (await store.offline_inflight("r0", now_ms, 1000.0))[0] == 5
+    own = msgspec.structs.replace(shared, engine="http://127.0.0.1:9000")
+    now_ms = await store.publish_lane(own)
+    assert await store.offline_inflight("r0", now_ms, 1000.0) == (0, 0.0)
+    (lane,) = (await store.read_all()).views()[1]
+    assert (lane.own, lane.offline_inflight.value) == (True, 5.0)
 
 
 async def test_the_silent_leave_the_index(store: TelemetryStore, valkey: redis.Redis) -> None:

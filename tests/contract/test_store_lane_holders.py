@@ -16,6 +16,8 @@ from hybridsched.store.gates import GateStore
 from hybridsched.store.keys import Keys
 from hybridsched.store.lane_holders import HeldLane, LaneHolders, Place, decode_holder
 from hybridsched.store.telemetry import LaneRecord, ReplicaRecord, TelemetryStore
+from hybridsched.workers import lane_claim
+from hybridsched.workers.lane_claim import Seeker
 from tests.helpers import await_until
 
 POOL = "p"
@@ -64,6 +66,26 @@ async def test_two_jobs_never_hold_one_lane(holders: LaneHolders) -> None:
         assert (holder.fence, holder.node, holder.lane) == (claim.fence, "n1", claim.place.lane)
 
 
+async def test_a_job_that_may_not_say_its_model_still_gets_a_lane(
+    valkey: redis.Redis, valkey_url: str, client: Redis
+) -> None:
+    """Its Redis user has the rights of an older release."""
+    await TelemetryStore(client, POOL).publish(
+        ReplicaRecord(replica="r0", model="m", lane="r0", url="http://127.0.0.1:1", node="n1")
+    )
+    rules = ["on", ">secret", "+@all", "%R~*", f"~{Keys(POOL).prefix}lane-holder*"]
+    valkey.execute_command("ACL", "SETUSER", "old-jobs", "reset", *rules)
+    theirs = async_client(valkey_url.replace("unix://", "unix://old-jobs:secret@"))
+    try:
+        seeker = Seeker(LaneHolders(theirs, POOL), owner="o", job="7", node="n1", model="m", settle_s=0.0)
+        held = await seeker.find(asyncio.Event(), within_s=10.0)
+        assert held is not None
+        assert await client.get(Keys(POOL).lane_job_model("7")) is None
+    finally:
+        await theirs.aclose()
+        valkey.execute_command("ACL", "DELUSER", "old-jobs")
+
+
 async def test_only_an_open_lane_is_taken_when_asked(client: Redis, holders: LaneHolders) -> None:
     places = [place("r0"), place("r1"), place("r2")]
     await open_gate(client, "r0", GateState.CLOSED)
@@ -103,6 +125,45 @@ async def test_a_lane_comes_free_when_its_lease_ends_and_the_old_holder_has_lost
     assert await holders.claim(lane, owner="a", open_only=False) is not None
 
 
+@pytest.mark.parametrize("life_ms", [None, 3_600_000])
+@pytest.mark.parametrize("found", [b"abc", b"[1]", b"{}", b"{" * 100_000, b"\xff", None])
+async def test_what_is_no_holder_has_the_lane_for_one_lease_only(
+    valkey: redis.Redis, holders: LaneHolders, found: bytes | None, life_ms: int | None
+) -> None:
+    key = Keys(POOL).lane_holder("r0")
+    if found is None:
+        valkey.rpush(key, "x")
+    else:
+        valkey.set(key, found)
+    if life_ms is not None:
+        valkey.pexpire(key, life_ms)
+    lane = [place("r0")]
+    assert await holders.claim(lane, owner="a", open_only=False, lease_ms=60) is None
+    seen = await holders.read_token("r0")
+    assert seen is None or (seen[1] is None and seen[2] <= 0.06)
+
+    async def taken() -> bool:
+        return await holders.claim(lane, owner="a", open_only=False, lease_ms=60_000) is not None
+
+    await await_until(taken, timeout_s=5, what="the end of the lease")
+    (holder,) = (await holders.read_many(["r0"])).values()
+    assert holder is not None
+    assert holder.owner == "a"
+
+
+async def test_a_holder_without_a_life_gets_one_and_a_living_one_keeps_its_own(
+    valkey: redis.Redis, holders: LaneHolders
+) -> None:
+    lane = [place("r0")]
+    assert await holders.claim(lane, owner="a", open_only=False, lease_ms=60_000) is not None
+    assert await holders.claim(lane, owner="b", open_only=False, lease_ms=60) is None
+    key = Keys(POOL).lane_holder("r0")
+    assert valkey.pttl(key) > 30_000
+    valkey.persist(key)
+    assert await holders.claim(lane, owner="b", open_only=False, lease_ms=60) is None
+    assert 0 <= valkey.pttl(key) <= 60 or valkey.pttl(key) == -2
+
+
 async def test_no_candidate_is_no_lane(holders: LaneHolders) -> None:
     assert await holders.claim([], owner="a", open_only=False) is None
     assert await holders.read_many([]) == {}
@@ -122,3 +183,22 @@ async def test_places_are_those_of_live_replicas_of_the_node(client: Redis, hold
     assert [p.lane for p in await holders.places(node="n1", model="m")] == ["a"]
     assert [p.url for p in await holders.places(lane="c")] == ["http://c"]
     assert await holders.places(node="n3") == []
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [("m", "every lane is taken"), ("other", "no engine there has a lane of other")]
+)
+async def test_a_job_that_waits_is_told_whether_lanes_are_taken_or_absent(
+    client: Redis, holders: LaneHolders, monkeypatch: pytest.MonkeyPatch, model: str, says: str
+) -> None:
+    """Lanes at which a worker stands are no places, and it was said that no engine had a lane."""
+    telemetry = TelemetryStore(client, POOL)
+    await telemetry.publish(ReplicaRecord(replica="r0", model="m", lane="r0", url="http://e:1", node="n1"))
+    await telemetry.publish_lane(LaneRecord(lane="r0", replica="r0", offline_inflight=0, worker="w"))
+    said: list[str] = []
+    monkeypatch.setattr(lane_claim, "_SAY_FIRST_S", 0.0)
+    monkeypatch.setattr(Seeker, "_say", lambda _, why: said.append(why))
+    assert (
+        await Seeker(holders, owner="o", node="n1", model=model).find(asyncio.Event(), within_s=0.3) is None
+    )
+    assert said == [says]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 import redis
 
@@ -23,93 +21,9 @@ from hybridsched.client import (
     RetryBudgetExhausted,
     StoreUnavailable,
 )
-from hybridsched.store.connection import EmbeddedValkey, async_client
-from hybridsched.store.online import OnlineQueue
-from hybridsched.store.online_signals import Cancel, Wake
-from hybridsched.store.online_values import Claimed, End, EndStatus
+from hybridsched.store.connection import EmbeddedValkey
+from tests.contract.client_workers import echo, fail, hang, worker, worker_thread
 from tests.helpers import await_until, wait_until
-
-Answer = Callable[[OnlineQueue, Claimed], Awaitable[object]]
-
-
-async def echo(queue: OnlineQueue, request: Claimed) -> None:
-    """Stream the prompt's numbers back, one a group; or give the body back whole."""
-    end = End(status=EndStatus.OK, finish_reason="stop", usage={"completion_tokens": 3}, replica="r0")
-    if request.stream:
-        for number, token in enumerate(msgspec.json.decode(request.body)["prompt"], 1):
-            await queue.emit(request, number, [b'{"t":%d}' % token])
-    else:
-        end.body = msgspec.Raw(request.body)
-    await queue.finish(request, end)
-
-
-async def fail(queue: OnlineQueue, request: Claimed) -> None:
-    await queue.finish(request, End.failed("bad_request", "too long", http_status=400))
-
-
-async def hang(queue: OnlineQueue, request: Claimed) -> None:
-    if request.stream:
-        await queue.emit(request, 1, [b'{"t":1}'])
-
-
-async def work(url: str, answer: Answer) -> None:
-    """Claim and answer, for ever; cancelled requests are answered as cancelled."""
-    client = async_client(url)
-    queue = OnlineQueue(client, "p")
-    held: dict[str, Claimed] = {}
-    heard: asyncio.Queue[Wake | Cancel] = asyncio.Queue()
-
-    async def listen() -> None:
-        async for signal in queue.signals("r0"):
-            heard.put_nowait(signal)
-
-    listener = asyncio.create_task(listen())
-    try:
-        while True:
-            with contextlib.suppress(TimeoutError, redis.RedisError):
-                signal = await asyncio.wait_for(heard.get(), 0.1)
-                if isinstance(signal, Cancel) and signal.id in held:
-                    await queue.finish(held.pop(signal.id), End.cancelled("r0"))
-            with contextlib.suppress(redis.RedisError):
-                while got := await queue.claim("m", "r0", "r0:1", load=0, inflight=0, cap=100):
-                    for request in got:
-                        held[request.id] = request
-                        await answer(queue, request)
-    finally:
-        listener.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await listener
-        await client.aclose()
-
-
-@contextlib.asynccontextmanager
-async def worker(url: str, answer: Answer) -> AsyncIterator[None]:
-    task = asyncio.create_task(work(url, answer))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-@contextlib.contextmanager
-def worker_thread(url: str, answer: Answer) -> Iterator[None]:
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work(url, answer))
-
-    def run() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        loop.close()
 
 
 @pytest.fixture
@@ -145,22 +59,38 @@ async def test_failures_carry_code_and_status(client: AsyncClient, valkey_url: s
 
 
 async def test_with_no_worker_the_client_gives_up_after_the_deadline(
-    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient,
 ) -> None:
-    monkeypatch.setattr("hybridsched.client.asynchronous.GRACE_S", 0.05)
     with pytest.raises(Expired, match="an online worker of model m runs"):
-        await client.complete(model="m", prompt=[1], timeout_s=0.05)
+        await client.complete(model="m", prompt=[1], timeout_s=0.5)
     with pytest.raises(Expired):
-        await anext(client.stream(model="m", prompt=[1], timeout_s=0.05))
+        await anext(client.stream(model="m", prompt=[1], timeout_s=0.5))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_the_model_is_served_it_is_the_deadline_that_was_too_short(
+    client: AsyncClient, valkey_url: str, stream: bool
+) -> None:
+    async with worker(valkey_url, hang):
+        await client._queue.register_replica("m", "r0", load=0.0, inflight=0, cap=100)
+
+        async def ask() -> None:
+            if stream:
+                async for _ in client.stream(model="m", prompt=[1], timeout_s=0.5):
+                    pass
+            else:
+                await client.complete(model="m", prompt=[1], timeout_s=0.5)
+
+        with pytest.raises(Expired, match=r"model m is served.* longer timeout_s"):
+            await ask()
 
 
 async def test_an_answer_lost_on_its_way_is_found_by_its_id(
     client: AsyncClient, valkey: redis.Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridsched.client.asynchronous.GRACE_S", 0.05)
     monkeypatch.setattr("hybridsched.store.replies.parse", lambda flat: None)
     async with worker(valkey_url, echo):
-        reply = await client.complete(model="m", prompt=[4], timeout_s=0.3)
+        reply = await client.complete(model="m", prompt=[4], timeout_s=1.0)
     assert reply.body["prompt"] == [4]
 
 
@@ -197,7 +127,7 @@ async def test_who_stops_waiting_cancels_the_request(client: AsyncClient, valkey
             async for _ in chunks:
                 break
         await await_until(lambda: running_now(client, 0), what="the abort of the left stream")
-    assert client._waiting == {}
+    assert client._link.inbox._waiting == {}
 
 
 async def test_a_repeated_id_runs_once_and_too_many_repeats_are_refused(

@@ -30,8 +30,8 @@ from hybridsched.store.wire import Wire
 
 LUA = Path(__file__).parents[2] / "hybridsched" / "store" / "lua"
 SCRIPTS = (
-    *("accept", "cancel", "claim", "depth", "emit", "extend", "finish", "reclaim", "register", "release"),
-    *("stale", "unregister"),
+    *("accept", "cancel", "claim", "depth", "emit", "extend", "finish", "reclaim", "register", "reject"),
+    *("release", "stale", "unregister"),
 )
 MINUTE = 60_000.0
 
@@ -107,7 +107,8 @@ async def test_accept_sets_the_deadline_by_the_servers_clock(queue: OnlineQueue)
     seconds, micros = await queue.client.time()
     [got] = await claim(queue)
     now = seconds * 1000 + micros / 1000
-    assert got.deadline_ms - got.accepted_ms == pytest.approx(1500.0, abs=0.01)
+    assert 0.0 < got.deadline_ms - got.accepted_ms <= 1500.0
+    assert got.left_ms <= got.deadline_ms - got.accepted_ms - got.age_ms
     assert 0.0 <= now - got.accepted_ms < 10_000.0
     assert (got.body, got.path, got.stream, got.attempt) == (
         b'{"prompt":[1]}',
@@ -131,16 +132,6 @@ async def test_a_retry_after_the_answer_gets_the_kept_answer(queue: OnlineQueue)
     assert again.outcome.value == "done"
     [(_, end)] = await ends(queue, "other")
     assert bytes(end.body) == b'{"n":7}'
-
-
-async def test_a_retry_while_it_runs_moves_the_answer(queue: OnlineQueue) -> None:
-    await queue.accept(request(queue, "a", stream=True))
-    [got] = await claim(queue)
-    await queue.accept(request(queue, "a", reply=queue.keys.reply("other")))
-    assert await queue.emit(got, 1, [b"{}"])
-    assert await queue.finish(got, End(status=EndStatus.OK))
-    assert await ends(queue, "c") == []
-    assert [name for name, _ in await ends(queue, "other")] == ["a"]
 
 
 async def test_a_full_queue_refuses(queue: OnlineQueue) -> None:
@@ -408,15 +399,6 @@ async def test_after_its_first_tokens_a_request_is_not_run_again(queue: OnlineQu
     assert await queue.reclaim("m", 0) == {"failed": 1}
     [(_, end)] = await ends(queue)
     assert (end.status, end.code) == (EndStatus.FAILED, "engine_lost")
-
-
-async def test_reclaim_follows_a_moved_reply_stream(queue: OnlineQueue) -> None:
-    await queue.accept(request(queue, "a", stream=True))
-    [got] = await claim(queue)
-    await queue.emit(got, 1, [b"{}"])
-    await queue.accept(request(queue, "a", reply=queue.keys.reply("other")))
-    assert await queue.reclaim("m", 0) == {"failed": 1}
-    assert len(await ends(queue, "other")) == 1
 
 
 async def test_release_gives_back_without_counting(queue: OnlineQueue) -> None:

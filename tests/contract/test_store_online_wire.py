@@ -16,6 +16,7 @@ from hybridsched.store.online import OnlineQueue
 from hybridsched.store.online_signals import Cancel, Wake
 from hybridsched.store.scripts import Call, WireScripts
 from hybridsched.store.wire import Wire
+from tests.helpers import await_until
 
 
 @pytest.fixture
@@ -123,3 +124,23 @@ async def test_signals_come_again_after_the_server_was_killed(tmp_path: Path) ->
         assert await anext(signals) == Wake()
         await signals.aclose()
         await client.aclose()
+
+
+async def test_what_cannot_be_sent_leaves_the_others_answers_where_they_belong(client: Redis) -> None:
+    wire = Wire(client)
+    await wire.call("PING")
+    for bad in (None, "\ud800"):
+        with pytest.raises(redis.DataError, match="ECHO"):
+            await wire.call("ECHO", bad)  # type: ignore[arg-type]
+    answers = await asyncio.gather(*[wire.call("ECHO", f"{i}") for i in range(5)])
+    assert answers == [b"%d" % i for i in range(5)]
+
+
+async def test_an_answer_nobody_asked_for_ends_the_connection(client: Redis) -> None:
+    wire = Wire(client)
+    await wire.call("PING")
+    first = wire._transport
+    wire.send(("PING",))
+    await await_until(lambda: wire._transport is None)
+    assert first.is_closing()
+    assert await wire.call("ECHO", "back") == b"back"

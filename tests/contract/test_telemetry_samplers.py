@@ -1,12 +1,14 @@
-"""One contract for every GPU sampler: the shipped fake, and NVML over a stand-in for pynvml (no driver here).
+"""One contract for every GPU sampler: the shipped fake, NVML over a stand-in for pynvml, and the real pynvml
+over the test double of NVML's library (tests/native). No driver is here.
 
-A third run reads a real GPU where the machine has a driver.
+A fourth run reads a real GPU where the machine has a driver.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +17,7 @@ from hybridsched.telemetry.fake import FakeSampler
 from hybridsched.telemetry.nvml import RETRY_MS, NvmlSampler
 from hybridsched.telemetry.protocol import ActivitySource, GpuProcess, GpuSample, GpuSampler, MigMode
 from tests.contract.standin_nvml import CODES, StandInNvml
+from tests.nvml_double import UNSAID, Double, double
 
 
 class FakeRig:
@@ -79,13 +82,63 @@ class StandInRig:
         self.nvml.fail = {}
 
 
-Rig = FakeRig | StandInRig
+class DoubleRig:
+    """Drives NvmlSampler over the real pynvml and the double of NVML's library. Not a real GPU."""
+
+    FUNCTIONS: ClassVar = {
+        "memory_used_bytes": "nvmlDeviceGetMemoryInfo",
+        "activity": "nvmlDeviceGetUtilizationRates",
+        "mig": "nvmlDeviceGetMigMode",
+        "processes": "nvmlDeviceGetComputeRunningProcesses_v3",
+    }
+
+    def __init__(self, made: Double) -> None:
+        self.double = made
+        made.gpm(0, False)
+        self.sampler: GpuSampler = NvmlSampler(0, load=lambda: made.nvml)
+
+    def set(self, *, used: int, total: int, activity: float) -> None:
+        self.double.memory(0, used, total)
+        self.double.activity(0, round(activity * 100))
+
+    def mig(self, on: bool, *, gpm: bool) -> None:
+        self.double.mode(0, on)
+        self.double.gpm(0, gpm)
+
+    def processes(self, *entries: tuple[int, int | None, float]) -> None:
+        self.double.no_processes(0)
+        for pid, memory, share in entries:
+            self.double.process(
+                0, pid, memory=UNSAID if memory is None else memory, percent=round(share * 100)
+            )
+
+    def break_field(self, field: str) -> None:
+        self.double.fail_call(self.FUNCTIONS[field], CODES["TIMEOUT"])
+
+    def lose_driver(self) -> None:
+        self.sampler.close()
+        self.double.fail_call("nvmlInitWithFlags", CODES["LIBRARY_NOT_FOUND"])
+
+    def bring_driver_back(self) -> None:
+        self.double.fail_call("", 0)
 
 
-@pytest.fixture(params=[FakeRig, StandInRig], ids=["fake", "nvml-on-stand-in-module"])
-def rig(request: pytest.FixtureRequest) -> Rig:
-    made: Rig = request.param()
-    return made
+Rig = FakeRig | StandInRig | DoubleRig
+
+
+@pytest.fixture(params=["fake", "nvml-on-stand-in-module", "pynvml-on-the-double"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    if request.param == "fake":
+        yield FakeRig()
+    elif request.param == "nvml-on-stand-in-module":
+        yield StandInRig()
+    else:
+        with double(tmp_path / "gpus", "h100-80gb") as made:
+            found = DoubleRig(made)
+            yield found
+            made.fail_call("", 0)
+            found.sampler.close()
+            assert made.inits() == 0, "every nvmlInit has its nvmlShutdown"
 
 
 def unknown_is_said(sample: GpuSample) -> None:

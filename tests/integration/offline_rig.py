@@ -16,6 +16,8 @@ from typing import Any
 import redis
 from redis.asyncio import Redis
 
+from hybridsched.batches.layout import local_batch_id, plan_files
+from hybridsched.batches.work import WorkFolder
 from hybridsched.core.policy import EnginePolicy, OfflinePolicy, PolicyKind, PoolPolicy
 from hybridsched.core.reasons import Reason
 from hybridsched.core.values import Budget, Gate, GateState
@@ -24,6 +26,7 @@ from hybridsched.store.connection import async_client
 from hybridsched.store.gates import GateStore, Outcome
 from hybridsched.store.keys import Keys
 from hybridsched.store.policy import PolicyStore
+from hybridsched.workers.offline_file import run_file
 from hybridsched.workers.offline_submit import submit_file
 
 MODEL = "tiny"
@@ -43,14 +46,16 @@ BUDGET = Budget(max_inflight=24, chunk_tokens=50_000, slice_tokens=256)
 
 
 @contextmanager
-def simulated_engine(folder: Path, *, speed: float = 20.0, port: int = 0) -> Iterator[str]:
+def simulated_engine(
+    folder: Path, *flags: str, speed: float = 20.0, port: int = 0, model: str = MODEL
+) -> Iterator[str]:
     """A simulated vLLM in a process of its own; yields its URL."""
     process = subprocess.Popen(
         [
             *[sys.executable, "-m", "hybridsched.engines.simulated", "--port", str(port)],
-            *["--served-model-name", MODEL, "--speed", str(speed), "--kv-tokens", "100000"],
-            *["--max-num-seqs", "64", "--max-model-len", "4096"],
-            *["--iteration-log", str(folder / "iterations.jsonl")],
+            *["--served-model-name", model, "--speed", str(speed), "--kv-tokens", "100000"],
+            *["--max-num-seqs", "64", "--max-model-len", "4096", "--enable-prompt-tokens-details"],
+            *["--iteration-log", str(folder / "iterations.jsonl"), *flags],
         ],
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
@@ -110,8 +115,9 @@ def answers(output: Path, errors: Path) -> dict[str, Any]:
 class Door:
     """The gate of the lane, published as the policy worker would."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, lane: str = LANE) -> None:
         self._client = client
+        self._lane = lane
         self._keys = Keys(POOL)
         self.gates = GateStore(client, POOL)
         self.want: GateState = GateState.CLOSED
@@ -123,10 +129,10 @@ class Door:
 
     async def _publish(self) -> None:
         await self._client.set(self._keys.leader, LEADER)
-        epoch = (await self.gates.read(LANE)).epoch
+        epoch = (await self.gates.read(self._lane)).epoch
         is_open = self.want is GateState.OPEN
         gate = Gate(
-            lane=LANE,
+            lane=self._lane,
             state=self.want,
             reason=Reason.IDLE if is_open else Reason.ONLINE_ACTIVE,
             grace_ms=self.grace_ms,
@@ -142,10 +148,10 @@ class Door:
 
 
 @asynccontextmanager
-async def door(url: str) -> AsyncIterator[Door]:
+async def door(url: str, *, lane: str = LANE) -> AsyncIterator[Door]:
     """A gate that is renewed until the end."""
     client = async_client(url)
-    made = Door(client)
+    made = Door(client, lane)
     renewing = asyncio.create_task(made.renew())
     try:
         yield made
@@ -156,9 +162,9 @@ async def door(url: str) -> AsyncIterator[Door]:
         await client.aclose()
 
 
-async def publish_policy(url: str) -> None:
+async def publish_policy(url: str, policy: PoolPolicy = POLICY) -> None:
     client = async_client(url)
-    await PolicyStore(client, POOL).set(POLICY)
+    await PolicyStore(client, POOL).set(policy)
     await client.aclose()
 
 
@@ -168,16 +174,28 @@ def submit(client: redis.Redis, source: Path) -> tuple[BatchStore, str]:
     return store, submit_file(store, source, model=MODEL).batch.id
 
 
-def worker_process(url: str, engine_url: str, log: Path) -> subprocess.Popen[bytes]:
+def worker_process(
+    url: str, engine_url: str, log: Path, *flags: str, lane: str = LANE, model: str = MODEL
+) -> subprocess.Popen[bytes]:
     """An offline worker in a process of its own."""
     with log.open("ab") as file:
         return subprocess.Popen(
             [
                 *[sys.executable, "-m", "hybridsched", "worker", "offline", "--redis", url, "--pool", POOL],
-                *["--replica", LANE, "--model", MODEL, "--engine", engine_url, "--speed", "20"],
+                *["--replica", lane, "--model", model, "--engine", engine_url, "--speed", "20", *flags],
             ],
             stdout=file,
             stderr=file,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONWARNINGS": "default"},
         )
+
+
+async def undisturbed(folder: Path, source: Path, engine_url: str) -> dict[str, Any]:
+    """What the batch gives when nothing interrupts it."""
+    output = folder / "plain.jsonl"
+    work = WorkFolder.create(plan_files(source, local_batch_id(output), output=output))
+    progress = await run_file(work, [engine_url])
+    assert progress.at_end
+    work.remove()
+    return answers(output, folder / "plain.errors.jsonl")

@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
+from hybridsched.engines.protocol import Engine
 from hybridsched.engines.vllm_http import VllmHttpEngine
+from hybridsched.ports import KeptPorts
 from hybridsched.store.connection import async_client
 from hybridsched.store.events import EventLog
 from hybridsched.store.online import OnlineQueue
@@ -29,7 +31,6 @@ from hybridsched.store.telemetry import TelemetryStore
 from hybridsched.workers.online import OnlineOptions, OnlineWorker
 from hybridsched.workers.online_intake import IntakeOptions
 from tests.helpers import await_until, wait_until
-from tests.integration.pool import free_port
 
 MODEL = "tiny"
 POOL = "online"
@@ -41,7 +42,8 @@ class EngineProcess:
     """A simulated vLLM in a process of its own."""
 
     def __init__(self, *flags: str, speed: float = 1.0) -> None:
-        self.port = free_port()
+        self._kept = KeptPorts([0])  # also while it is dead
+        (self.port,) = self._kept.numbers
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
             *[sys.executable, "-m", "hybridsched.engines.simulated", "--port", str(self.port)],
@@ -77,7 +79,12 @@ class EngineProcess:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill it, and give its port back."""
         self.kill()
+        self._kept.close()
 
 
 class WorkerProcess:
@@ -107,14 +114,14 @@ class WorkerProcess:
 async def worker(
     redis_url: str,
     replica: str,
-    engine_url: str,
+    engine_at: str | Engine,
     *,
     options: OnlineOptions = QUICK,
     wait: bool = True,
 ) -> AsyncIterator[OnlineWorker]:
     """A worker in this process, stopped cleanly at the end."""
     client = async_client(redis_url)
-    engine = VllmHttpEngine(engine_url)
+    engine = VllmHttpEngine(engine_at) if isinstance(engine_at, str) else engine_at
     stop = asyncio.Event()
     async with aclosing(client), EventLog(client, POOL) as events:
         made = OnlineWorker(

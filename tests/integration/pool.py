@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybridsched.ports import KeptPorts
 from hybridsched.store.embedded import EmbeddedValkey
 from tests.helpers import wait_until
 
@@ -22,10 +22,9 @@ POOL = "kill"
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that was free a moment ago, for a program that may not bind one of `KeptPorts`."""
+    with KeptPorts([0]) as kept:
+        return kept.numbers[0]
 
 
 class Pool:
@@ -35,7 +34,8 @@ class Pool:
         self.folder = folder
         self.speed = speed
         self.replicas = [f"r{i}" for i in range(replicas)]
-        self.ports = {name: free_port() for name in self.replicas}
+        self._kept = KeptPorts([0] * replicas)
+        self.ports = dict(zip(self.replicas, self._kept.numbers, strict=True))
         (folder / "valkey").mkdir(parents=True)
         self.valkey = EmbeddedValkey(folder / "valkey", appendonly=True)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -56,6 +56,7 @@ class Pool:
                 *[sys.executable, "-m", "hybridsched.engines.simulated", "--port", port],
                 *["--served-model-name", MODEL, "--speed", str(self.speed), "--kv-tokens", "100000"],
                 *["--max-num-seqs", "64", "--iteration-log", str(self.folder / f"engine-{name}.jsonl")],
+                "--enable-prompt-tokens-details",
             ]
             table[f"online-{name}"] = [*worker, "online", *common, *replica]
             table[f"offline-{name}"] = [*worker, "offline", *common, *replica]
@@ -109,6 +110,7 @@ class Pool:
             except subprocess.TimeoutExpired:
                 self.kill(name)
         self.valkey.stop()
+        self._kept.close()
 
     def cli(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run `hybridsched ARGUMENTS` against this pool."""

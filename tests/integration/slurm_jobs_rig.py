@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hybridsched.store.keys import Keys
 from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import ReplicaRecord, TelemetryStore
 from tests.conftest import missing
+from tests.helpers import wait_until
 from tests.integration.offline_rig import LANE, MODEL, POOL, Door, answers, door
 from tests.slurm import Testbed
 
@@ -60,7 +62,7 @@ class Site:
         """A user's own batch script for the offline partition."""
         path = self.slurm.state / "own.sbatch"
         path.write_text(
-            "#!/bin/bash\n#SBATCH --partition=offline\n#SBATCH --gres=hsfill:1\n#SBATCH --requeue\n"
+            "#!/bin/bash\n#SBATCH --partition=offline\n#SBATCH --gres=hsfill:1,hslane:1\n#SBATCH --requeue\n"
             f"#SBATCH --signal=B:USR2@60\n#SBATCH --open-mode=append\n#SBATCH --time=30\n{body}\n"
         )
         return path
@@ -92,8 +94,8 @@ async def site(slurm: Testbed, redis_url: str, engine_url: str) -> AsyncIterator
             yield Site(slurm, redis_url, gate)
         finally:
             await end_tasks(publishing)
-            await asyncio.to_thread(slurm.clear)
             await client.aclose()
+            await asyncio.to_thread(slurm.clear)
 
 
 def results(source: Path) -> dict[str, Any]:
@@ -133,3 +135,30 @@ def bin_for_others(folder: Path) -> Path:
 
 def is_root() -> bool:
     return os.geteuid() == 0
+
+
+async def until(check: Callable[[], object], *, timeout_s: float = 40, what: str) -> None:
+    """Poll in a thread: the loop renews the gate meanwhile."""
+    await asyncio.to_thread(wait_until, check, timeout_s=timeout_s, what=what)
+
+
+BATCH_LINES = 80
+CASE_SPEED = 2.0
+
+
+@dataclass(frozen=True)
+class BatchCase:
+    """A batch of BATCH_LINES lines, what it gives undisturbed, and an engine on which it takes long enough to
+    be interrupted."""
+
+    source: Path
+    expected: dict[str, Any]
+    slurm: Testbed
+    redis_url: str
+    engine_url: str
+    speed: tuple[str, str] = ("--speed", str(CASE_SPEED))
+    """Words for the job: how fast that engine's clock runs."""
+
+    def site(self) -> AbstractAsyncContextManager[Site]:
+        """See `site`."""
+        return site(self.slurm, self.redis_url, self.engine_url)

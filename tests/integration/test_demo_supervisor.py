@@ -10,10 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
 
 from hybridsched.demo import supervisor as module
+from hybridsched.demo.passes import EngineRestarts
 from hybridsched.demo.supervisor import ChildError, ChildSpec, Supervisor
-from tests.helpers import wait_until
+from hybridsched.store.connection import async_client
+from hybridsched.store.telemetry import EngineRecord, ReplicaRecord, TelemetryStore
+from tests.helpers import await_until, wait_until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER
@@ -51,6 +55,40 @@ def test_a_killed_child_is_started_again_and_counted(tmp_path: Path) -> None:
         pids = [pid for name in "ab" if (pid := children.pid(name)) is not None]
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_an_engine_is_started_again_once_for_each_wish_of_its_worker(
+    tmp_path: Path, valkey: redis.Redis, valkey_url: str
+) -> None:
+    client = async_client(valkey_url)
+    telemetry = TelemetryStore(client, "demo")
+
+    async def says(restarts: int) -> None:
+        engine = EngineRecord(restarts=restarts)
+        await telemetry.publish(ReplicaRecord(replica="r0", model="m", lane="r0", engine=engine))
+
+    try:
+        with Supervisor() as children:
+            children.start(child(tmp_path, "engine-r0", SLEEPER))
+            first = children.pid("engine-r0")
+            wishes = EngineRestarts(telemetry, children, every_s=0.0)
+            await says(0)
+            await wishes.look()
+            assert children.pid("engine-r0") == first
+            await says(1)
+            await wishes.look()
+            await await_until(lambda: children.check(), what="the restart")
+            second = children.pid("engine-r0")
+            assert second not in (None, first)
+            for _ in range(3):
+                await wishes.look()
+            assert children.pid("engine-r0") == second, "the record says the same for a while"
+            await says(2)
+            await wishes.look()
+            await await_until(lambda: children.check(), what="the second restart")
+            assert children.restarts == {"engine-r0": 2}
+    finally:
+        await client.aclose()
 
 
 def test_a_child_that_dies_again_and_again_is_an_error_with_its_log(

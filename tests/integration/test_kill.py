@@ -15,10 +15,13 @@ import pytest
 import redis
 
 from hybridsched.client import AsyncClient, RequestError, StoreError
+from hybridsched.store.batch_values import BatchInfo
+from hybridsched.store.batches import BatchStore
+from hybridsched.workers.offline_submit import submit_file
 from tests.helpers import await_until, wait_until
 from tests.integration.pool import MODEL, POOL, Pool, running_pool
 
-LINES = 60
+LINES = 300
 LEASE_S = 1.0
 """Lease of a gate in the preset `idle-window` (cycle.lease_ms)."""
 
@@ -88,14 +91,35 @@ def open_gates(url: str) -> list[str]:
     return [gate["lane"] for gate in gates if gate["state"] == "open"]
 
 
+async def submit_and_reach_the_middle(pool: Pool, path: Path) -> BatchInfo:
+    """A batch of which some lines are done and others are not.
+
+    Submitted from here: on a busy machine it was over before a command had come back, and the gate that
+    the test waited for had closed.
+    """
+    client = redis.Redis.from_url(pool.url)
+    store = BatchStore(client, POOL)
+    try:
+        batch = submit_file(store, path, model=MODEL).batch
+        await await_until(
+            lambda: asyncio.to_thread(lambda: 0 < store.progress(batch.id).done < LINES),
+            timeout_s=60,
+            what="the middle of the batch",
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{pool.logs()}") from None
+    finally:
+        client.close()
+    return batch
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", ["policy", "online-r0", "offline-r0", "engine-r0", "valkey"])
 async def test_kill_in_the_middle(pool: Pool, victim: str, tmp_path: Path) -> None:
     path = tmp_path / f"{victim}.jsonl"
     ids = write_batch(path, seed=len(victim))
-    batch = pool.json("batch", "submit", str(path), "--json")
-    output, errors = Path(batch["output"]), Path(batch["errors"])
-    await await_until(lambda: open_gates(pool.url), timeout_s=30, what="an open gate\n" + pool.logs())
+    batch = await submit_and_reach_the_middle(pool, path)
+    output, errors = Path(batch.output), Path(batch.errors)
 
     load = asyncio.create_task(online_load(pool.url, seconds=6.0, every_s=0.25))
     await asyncio.sleep(1.5)
@@ -110,9 +134,7 @@ async def test_kill_in_the_middle(pool: Pool, victim: str, tmp_path: Path) -> No
     outcomes = await load
     assert outcomes["ok"] >= 0.5 * sum(outcomes.values()), (outcomes, pool.logs())
 
-    waited = await asyncio.to_thread(
-        pool.cli, "batch", "wait", batch["id"], "--timeout", "120s", timeout_s=150
-    )
+    waited = await asyncio.to_thread(pool.cli, "batch", "wait", batch.id, "--timeout", "120s", timeout_s=150)
     assert waited.returncode == 0, (waited.stdout, waited.stderr, pool.logs())
     rows = results(output)
     assert [row["custom_id"] for row in rows] == ids, "each line once, in the order of the input"
@@ -120,3 +142,24 @@ async def test_kill_in_the_middle(pool: Pool, victim: str, tmp_path: Path) -> No
     for row, line in zip(rows, path.read_text().splitlines(), strict=True):
         assert row["response"]["status_code"] == 200
         assert row["response"]["body"]["usage"]["completion_tokens"] == json.loads(line)["body"]["max_tokens"]
+
+
+@pytest.mark.timeout(240)
+async def test_an_emptied_redis_takes_the_batch_up_after_online_traffic(pool: Pool, tmp_path: Path) -> None:
+    """FLUSHALL also sets back the gates' epochs, raised by online requests; lanes open all the same."""
+    outcomes = await online_load(pool.url, seconds=2.0, every_s=0.05)
+    assert outcomes["ok"] == sum(outcomes.values())
+    path = tmp_path / "emptied.jsonl"
+    ids = write_batch(path, seed=3)
+    await submit_and_reach_the_middle(pool, path)
+    client = redis.Redis.from_url(pool.url)
+    client.flushall()
+    client.close()
+    published = await asyncio.to_thread(pool.cli, "pool", "policy", "set", "idle-window")
+    assert published.returncode == 0, published.stderr
+    batch = await asyncio.to_thread(pool.json, "batch", "submit", str(path), "--json")
+    waited = await asyncio.to_thread(
+        pool.cli, "batch", "wait", batch["id"], "--timeout", "90s", timeout_s=120
+    )
+    assert waited.returncode == 0, (waited.stdout, waited.stderr, pool.logs())
+    assert [row["custom_id"] for row in results(Path(batch["output"]))] == ids

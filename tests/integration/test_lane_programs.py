@@ -17,13 +17,13 @@ import pytest
 import redis
 
 from hybridsched.core.values import GateState
+from hybridsched.ports import KeptPorts
 from hybridsched.store.connection import EmbeddedValkey, async_client
 from hybridsched.store.keys import Keys
 from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import ReplicaRecord, TelemetryStore
 from tests.helpers import wait_until
 from tests.integration.offline_rig import LANE, MODEL, POOL, Door, door
-from tests.slurm import free_port_base
 
 KEYS = Keys(POOL)
 
@@ -184,7 +184,8 @@ async def test_redis_away_is_a_closed_gate_and_nothing_raises(tmp_path: Path) ->
     command = [sys.executable, "-c", LOOP, str(place), "100000"]
     folder = tmp_path / "valkey"
     folder.mkdir()
-    port = free_port_base(1) + 1
+    ports = KeptPorts([0])
+    (port,) = ports.numbers
     server = EmbeddedValkey(folder, appendonly=True, port=port)
     server.__enter__()
     try:
@@ -207,6 +208,7 @@ async def test_redis_away_is_a_closed_gate_and_nothing_raises(tmp_path: Path) ->
     finally:
         program.close()
         server.__exit__(None, None, None)
+        ports.close()
     assert "Traceback" not in program.said
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import redis
 
-from hybridsched.batches.files import OutputExistsError
+from hybridsched.batches.errors import OutputExistsError
 from hybridsched.core.reasons import Reason
 from hybridsched.core.values import Gate, GateState
 from hybridsched.store.batch_values import BatchStatus
@@ -25,17 +25,11 @@ from hybridsched.workers.offline_job import JobOptions, OfflineJob, Outcome, run
 from hybridsched.workers.offline_submit import submit_file
 from hybridsched.workers.slurm_env import JobPlace
 from tests.helpers import await_until
-from tests.integration.offline_rig import BUDGET, MODEL, POOL, simulated_engine, write_batch
-from tests.integration.test_offline_worker import results, undisturbed
+from tests.integration.offline_rig import BUDGET, MODEL, POOL, undisturbed, write_batch
+from tests.integration.test_offline_worker import results
 
 KEYS = Keys(POOL)
 SOON = JobOptions(give_back_s=0.5, leave_after_s=20.0)
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[str]:
-    with simulated_engine(tmp_path) as url:
-        yield url
 
 
 class Lanes:
@@ -141,6 +135,31 @@ async def test_with_no_lane_for_long_it_leaves(
             assert await job(valkey_url, source, options=short).run(asyncio.Event()) is Outcome.LEFT
     assert holder(valkey, "r0") == ""
     assert BatchStore(valkey, POOL).all()[0].done == 0
+
+
+async def test_a_job_that_runs_nothing_says_so(
+    tmp_path: Path,
+    engine: str,
+    valkey: redis.Redis,
+    valkey_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Slurm starts jobs beyond the free lanes, and shows them as running."""
+    monkeypatch.setattr("hybridsched.workers.lane_claim._SAY_FIRST_S", 0.1)
+    monkeypatch.setattr("hybridsched.workers.offline_job._SAY_CLOSED_S", 0.1)
+    source = tmp_path / "b.jsonl"
+    write_batch(source, 5)
+    short = JobOptions(leave_after_s=2.0)
+    async with asyncio.timeout(30):
+        await job(valkey_url, source, options=short).run(asyncio.Event())
+        assert "lane_wait" in "".join(capsys.readouterr())
+        async with lanes_of(valkey_url, engine, "r0"):
+            await job(valkey_url, source, options=short).run(asyncio.Event())
+    # On which stream depends on whether a test before this one has set the log up.
+    said = "".join(capsys.readouterr())
+    assert said.count("job_waits") == 1
+    assert "The lane is closed: the job waits, and runs nothing meanwhile." in said
 
 
 async def test_a_batch_cancelled_while_the_job_waits_is_ended_by_it(

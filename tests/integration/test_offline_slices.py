@@ -44,7 +44,7 @@ async def test_an_iteration_holds_about_one_slice_and_the_engine_does_not_wait(t
     output = tmp_path / "out.jsonl"
     with simulated_engine(tmp_path, speed=5.0) as url:
         work = WorkFolder.create(plan_files(source, local_batch_id(output), output=output))
-        assert (await run_file(work, url, policy=policy(SLICE))).at_end
+        assert (await run_file(work, [url], policy=policy(SLICE))).at_end
         work.remove()
         await asyncio.sleep(0.5)  # the log is flushed every 0.2 s
     steps = [step for step in iterations(tmp_path / "iterations.jsonl") if step["off"]]
@@ -61,7 +61,7 @@ async def test_a_run_that_was_stopped_goes_on_and_gives_the_same_answers(tmp_pat
     write_batch(source, 60, seed=9)
     plain, output = tmp_path / "plain.jsonl", tmp_path / "out.jsonl"
     work = WorkFolder.create(plan_files(source, local_batch_id(plain), output=plain))
-    assert (await run_file(work, engine, policy=policy(0))).at_end
+    assert (await run_file(work, [engine], policy=policy(0))).at_end
     work.remove()
 
     stops = 0
@@ -75,7 +75,7 @@ async def test_a_run_that_was_stopped_goes_on_and_gives_the_same_answers(tmp_pat
                 stop.set()
 
         work = WorkFolder.create(plan_files(source, local_batch_id(output), output=output))
-        ended = await run_file(work, engine, policy=policy(SLICE), stop=stop, on_progress=progress)
+        ended = await run_file(work, [engine], policy=policy(SLICE), stop=stop, on_progress=progress)
         if ended.at_end:
             work.remove()
             break

@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 import redis
 
-from hybridsched.batches.layout import local_batch_id, plan_files
-from hybridsched.batches.work import WorkFolder
 from hybridsched.core.values import GateState
 from hybridsched.store.batch_values import BatchStatus
 from hybridsched.store.keys import Keys
 from hybridsched.workers.offline import OfflineWorker
-from hybridsched.workers.offline_file import run_file
 from tests.helpers import await_until, wait_until
 from tests.integration.offline_rig import (
     LANE,
@@ -31,6 +28,7 @@ from tests.integration.offline_rig import (
     publish_policy,
     simulated_engine,
     submit,
+    undisturbed,
     worker_process,
     write_batch,
 )
@@ -39,27 +37,11 @@ LINES = 100
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[str]:
-    with simulated_engine(tmp_path) as url:
-        yield url
-
-
-@pytest.fixture
 def slow_engine(tmp_path: Path) -> Iterator[str]:
     """One on which the batch takes long enough to be interrupted several times."""
     (tmp_path / "slow").mkdir()
     with simulated_engine(tmp_path / "slow", speed=5.0) as url:
         yield url
-
-
-async def undisturbed(folder: Path, source: Path, engine_url: str) -> dict[str, Any]:
-    """What the batch gives when nothing interrupts it."""
-    output = folder / "plain.jsonl"
-    work = WorkFolder.create(plan_files(source, local_batch_id(output), output=output))
-    progress = await run_file(work, engine_url)
-    assert progress.at_end
-    work.remove()
-    return answers(output, folder / "plain.errors.jsonl")
 
 
 def events(client: redis.Redis) -> list[dict[str, Any]]:
@@ -115,6 +97,34 @@ async def test_a_batch_completes_with_the_gate_closing_at_random(
     # A block of 16 tokens is the grain of the prefix cache; the seeded line runs again whole.
     assert recomputed <= ended_requests * 16 + 2 * 240
     assert not list(tmp_path.glob(".*hybridsched*"))
+
+
+async def test_a_policy_that_was_written_past_its_check_is_refused_and_the_last_stays(
+    tmp_path: Path, engine: str, valkey: redis.Redis, valkey_url: str
+) -> None:
+    await publish_policy(valkey_url)
+    stop = asyncio.Event()
+    worker = OfflineWorker(
+        redis_url=valkey_url, pool=POOL, lane=LANE, replica=LANE, model=MODEL, engine_url=engine
+    )
+    running = asyncio.create_task(worker.run(stop))
+    key = Keys(POOL).policy_current
+    try:
+        await await_until(lambda: worker._policy.name == "test", timeout_s=20, what="the policy")
+        raw: Any = valkey.get(key)
+        bad = json.loads(raw) | {"name": "slip", "version": 9}
+        bad["offline"] = bad.get("offline", {}) | {"chunk_first_lines": -3}
+        good = json.loads(raw) | {"name": "mended", "version": 10}
+        valkey.set(key, json.dumps(bad))
+        valkey.publish(Keys(POOL).policy_channel, "9")
+        await asyncio.sleep(0.5)
+        assert worker._policy.name == "test"
+        valkey.set(key, json.dumps(good))
+        valkey.publish(Keys(POOL).policy_channel, "10")
+        await await_until(lambda: worker._policy.name == "mended", timeout_s=20, what="the next policy")
+    finally:
+        stop.set()
+        await running
 
 
 async def test_kill_9_at_any_time_gives_every_line_exactly_once(

@@ -319,7 +319,7 @@ async def test_an_engine_that_comes_later(service: Service, valkey_url: str) -> 
             late.start()
             assert (await service.end(waiting)).status is EndStatus.OK
     finally:
-        late.kill()
+        late.close()
 
 
 # The worker dies or is stopped

@@ -22,8 +22,10 @@ from hybridsched.core.values import GateState
 from hybridsched.store.connection import async_client
 from hybridsched.store.events import EventLog
 from hybridsched.store.gpu_reports import GpuReport, GpuReports
+from hybridsched.store.job_models import LIFE_S
 from hybridsched.store.keys import Keys
 from hybridsched.store.lane_holders import LaneHolders, Place
+from hybridsched.workers.lane_claim import Seeker
 from hybridsched.workers.policy import PolicyWorker
 from hybridsched.workers.policy_slurm import SlurmSide, SlurmTask
 from hybridsched.workers.policy_slurm_acts import parse_gres
@@ -33,7 +35,11 @@ from tests.integration.policy_pool import MODEL, POOL, ScriptedPool, lane, leadi
 
 FAST = SlurmPolicy(enabled=True, observe_ms=20.0, reassert_ms=50.0, fill_hysteresis_ms=100.0)
 OFFLINE = JobSpec(
-    name="off", script="#!/bin/sh\n", partition="offline", gres=(Gres(name="hsfill", count=1),), requeue=True
+    name="off",
+    script="#!/bin/sh\n",
+    partition="offline",
+    gres=(Gres(name="hsfill"), Gres(name="hslane")),
+    requeue=True,
 )
 
 
@@ -111,6 +117,54 @@ async def test_counts_follow_the_gates_and_the_parked_node_keeps_its_own(
         assert {"act": "set_fill", "node": "n2", "count": 1, "why": "lanes_open"}.items() <= acts[5].items()
 
 
+async def test_a_waiting_job_is_kept_from_nodes_without_its_model(
+    valkey: redis.Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    async with bed(valkey_url, tmp_path) as (made, pool):
+        big = msgspec.structs.replace(replica("b", node="n2"), model="big")
+        await pool.say(replica("a", node="n1"), big)
+        await made.turn(2)
+        named = made.slurm.submit(msgspec.structs.replace(OFFLINE, comment="hybridsched b1 model=big"))
+        mute = made.slurm.submit(OFFLINE)
+        made.slurm.jobs[mute].value = msgspec.structs.replace(made.slurm.jobs[mute].value, excluded=("n4",))
+
+        def excluded(job: int) -> list[str]:
+            return sorted(made.slurm.jobs[job].value.excluded)
+
+        await made.turn(3)
+        assert excluded(named) == ["n1", "n3", "n4"]
+        assert excluded(mute) == ["n4"], "its model is not known: what its user wants stays"
+        calls = [call for call in made.cluster.calls if call[0] == "update_job"]
+        assert len(calls) == 1, "set when it changes"
+        await pool.say(msgspec.structs.replace(replica("c", node="n3"), model="big"))
+        await asyncio.sleep(FAST.reassert_ms / 1000.0)  # a job is not told again sooner
+        await made.turn(2)
+        assert excluded(named) == ["n1", "n4"]
+        status = msgspec.json.decode(await pool.client.get(Keys(POOL).slurm_status) or b"", type=SlurmStatus)
+        assert status.serving == {"m": ["n1"], "big": ["n2", "n3"]}
+        assert (status.waiting, status.models) == ({"big": 1, "": 1}, {str(named): "big", str(mute): ""})
+
+        # It starts in the wrong place, says what it needs as it looks for a lane, and is told to leave.
+        made.slurm.cancel(named)
+        made.open("a")
+        await made.turn(2)
+        assert made.slurm.jobs[mute].value.nodes == ("n1",)
+        seeker = Seeker(LaneHolders(pool.client, POOL), owner="o", job=str(mute), node="n1", model="big")
+        assert await seeker.find(asyncio.Event(), within_s=0.1) is None
+        assert 0 < await pool.client.ttl(Keys(POOL).lane_job_model(str(mute))) <= LIFE_S
+        await made.task.acts.keep_away(made.slurm.jobs[mute].value, ("n1",), "")
+        assert (made.task.acts.problem, excluded(mute)) == ("", ["n4"]), "it has started in between"
+        made.set(msgspec.structs.replace(FAST, wrong_node_ms=1.0))
+        made.slurm.jobs[mute].value = msgspec.structs.replace(
+            made.slurm.jobs[mute].value, start_ms=time.time() * 1000.0 - 1000.0
+        )
+        await made.turn(3)
+        assert made.slurm.signals == [(mute, "USR2", False)]
+        made.slurm.requeue(mute)
+        await made.turn(2)
+        assert excluded(mute) == ["n1", "n4"]
+
+
 async def test_a_job_at_a_gate_that_stays_closed_is_told_to_leave_and_at_last_requeued(
     valkey: redis.Redis, valkey_url: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -133,6 +187,9 @@ async def test_a_job_at_a_gate_that_stays_closed_is_told_to_leave_and_at_last_re
         assert made.slurm.jobs[job].value.pending
         assert made.slurm.signals.count((job, "USR2", False)) == 1
         made.open("a")
+        await made.turn(3)
+        assert made.slurm.jobs[job].value.pending, "slurmd may refuse the next run in the second of the last"
+        monkeypatch.setattr("hybridsched.workers.policy_slurm_upkeep.SETTLED_S", 0.0)
         await made.turn(3)
         assert made.slurm.jobs[job].value.running, "the wait after a requeue is skipped for an open lane"
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,94 @@ async def test_hold_and_release(shell: Shell, valkey_url: str) -> None:
         assert "not held" in (await shell.run("pool", "release", status=1)).stderr
 
 
+async def test_a_second_hold_is_its_own_and_the_first_still_holds(shell: Shell, valkey_url: str) -> None:
+    async with scripted(valkey_url, given=policy()) as pool, leading(valkey_url):
+        await pool.say(replica(), lane())
+        await pool.sees(GateState.OPEN, Reason.IDLE)
+        first = await shell.json("pool", "hold", "--why", "GPU repair, do not open")
+        second = await shell.run("pool", "hold", "--why", "quick test", "--for", "1h")
+        assert "1 hold stands beside it" in second.stdout
+        assert "GPU repair" in second.stdout
+        refused = await shell.run("pool", "release", status=1)
+        assert "2 holds stand on pool" in refused.stderr
+        assert first["id"] in refused.stderr
+        (timed,) = (h for h in (await shell.json("pool", "status"))["holds"] if h["until_ms"])
+        ended = await shell.run("pool", "release", "--id", timed["id"])
+        assert "quick test" in ended.stdout.split("1 hold stands")[0]
+        assert "GPU repair" in ended.stdout.split("1 hold stands")[1]
+        await pool.sees(GateState.CLOSED, Reason.HELD)
+        assert "no hold 'zzz'" in (await shell.run("pool", "release", "--id", "zzz", status=1)).stderr
+        assert "Nothing holds" in (await shell.run("pool", "release", "--all")).stdout
+        await pool.sees(GateState.OPEN, Reason.IDLE)
+
+
+async def test_a_lane_that_does_not_exist_is_not_held_by_mistake(shell: Shell, valkey_url: str) -> None:
+    async with scripted(valkey_url, given=policy()) as pool, leading(valkey_url):
+        await pool.say(replica(), lane(), replica("r1"), lane("r1"))
+        refused = await shell.run("pool", "hold", "--lane", "r7", "--why", "x", status=1)
+        assert "knows no lane 'r7'" in refused.stderr
+        assert "its lanes: r0, r1; with --force" in refused.stderr
+        assert (await shell.json("pool", "status"))["holds"] == []
+        await shell.run("pool", "hold", "--lane", "r7", "--why", "x", "--force")
+        assert [hold["lane"] for hold in (await shell.json("pool", "status"))["holds"]] == ["r7"]
+        await pool.say(replica("r7"), lane("r7"))
+        await pool.sees(GateState.CLOSED, Reason.HELD, "r7")
+
+
+async def test_since_is_that_of_the_state_and_not_of_the_last_reason(shell: Shell, valkey_url: str) -> None:
+    async with scripted(valkey_url, given=policy()) as pool, leading(valkey_url):
+        await pool.say(replica(online_inflight=2, online_idle_ms=0.0), lane())
+        await pool.sees(GateState.CLOSED, Reason.ONLINE_ACTIVE)
+        await pool.say(replica(engine={"healthy": 0.0}))
+        seen = await pool.sees(GateState.CLOSED, Reason.ENGINE_UNHEALTHY)
+        (row,) = (await shell.json("pool", "status"))["lanes"]
+        assert seen.gate is not None
+        assert row["since_ms"] - row["changed_ms"] == pytest.approx(seen.gate.at_ms - seen.gate.since_ms)
+        assert row["since_ms"] > row["changed_ms"] > 0
+
+
+async def test_a_gone_replica_is_shown_with_its_age_and_dropped_after_ten_minutes(
+    shell: Shell, valkey: redis.Redis, valkey_url: str
+) -> None:
+    async with scripted(valkey_url, given=policy()) as pool:
+        await pool.say(replica(), lane(), replica("r1"), lane("r1"), replica("r2"), lane("r2"))
+        for name, ago_s in (("r1", 200), ("r2", 601)):
+            del pool.replicas[name], pool.lanes[name]
+            await pool.telemetry.withdraw(name)
+            await pool.telemetry.withdraw_lane(name)
+            at_ms = int(valkey.time()[0]) * 1000.0 - ago_s * 1000.0
+            valkey.zadd(KEYS.replica_index, {name: at_ms})
+            valkey.zadd(KEYS.lane_index, {name: at_ms})
+        # Nobody who publishes clears the indexes.
+        pool.replicas.clear()
+        pool.lanes.clear()
+        rows = {row["lane"]: row["gone_ms"] for row in (await shell.json("pool", "status"))["lanes"]}
+        assert rows.keys() == {"r0", "r1"}
+        assert rows["r0"] is None
+        assert 200_000 <= rows["r1"] < 260_000
+        assert " gone " in (await shell.run("top")).stdout
+
+
+async def test_decisions_of_an_unknown_lane_and_a_reader_that_goes(
+    shell: Shell, valkey: redis.Redis, valkey_url: str
+) -> None:
+    async with scripted(valkey_url, given=policy()) as pool, leading(valkey_url):
+        await pool.say(replica(), lane())
+        await pool.sees(GateState.OPEN, Reason.IDLE)
+        unknown = await shell.run("decisions", "--lane", "r7", status=1)
+        assert "knows no lane 'r7'" in unknown.stderr
+        assert "its lanes: r0" in unknown.stderr
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "hybridsched", "decisions", "--redis", valkey_url, "--pool", POOL]
+        ended = await asyncio.to_thread(
+            subprocess.run, command, stdout=writer, stderr=subprocess.PIPE, check=False, text=True
+        )
+        os.close(writer)
+        assert ended.stderr == ""
+        assert ended.returncode in (0, 1)
+
+
 async def test_policies_are_set_listed_and_rolled_back(
     shell: Shell, valkey: redis.Redis, tmp_path: Path
 ) -> None:
@@ -140,7 +231,8 @@ async def test_an_empty_pool_and_a_dead_gate_say_what_to_do(shell: Shell, valkey
         await pool.say(replica(), lane())
         said = (await shell.run("why", "r0")).stdout
         assert said == (
-            "Lane r0 is closed: nobody renewed its gate: the policy worker is dead, stopped or cut off.\n"
+            "Lane r0 is closed: nobody renewed its gate: the policy worker is dead, stopped or cut off. "
+            "Start `hybridsched worker policy`, or look at its log.\n"
         )
 
 
@@ -148,6 +240,9 @@ async def test_an_empty_pool_and_a_dead_gate_say_what_to_do(shell: Shell, valkey
     ("arguments", "says"),
     [
         (("pool", "hold"), "--why"),
+        (("pool", "hold", "--why", ""), "say why"),
+        (("pool", "hold", "--why", "  "), "say why"),
+        (("pool", "hold", "--why", "x", "--for", "99999d"), "3660 days"),
         (("pool", "hold", "--why", "x", "--for", "5 parsec"), "1h30m"),
         (("pool", "hold", "--why", "x", "--for", "0s"), "above 0"),
         (("pool", "hold", "--why", "x", "--lane", "a b"), "cannot be used"),

@@ -15,6 +15,7 @@ from hybridsched.core.reasons import Reason
 from hybridsched.core.values import GateState
 from hybridsched.store.embedded import EmbeddedValkey
 from hybridsched.store.keys import Keys
+from hybridsched.store.leader import term
 from tests.helpers import await_until
 from tests.integration.policy_pool import POOL, lane, policy, replica, scripted
 
@@ -56,13 +57,14 @@ async def test_killed_its_gates_die_by_their_lease_and_another_takes_over(
             await pool.say(replica(), lane())
             async with pool.gates.watch("r0") as watch:
                 await await_until(lambda: watch.current.state is OPEN, timeout_s=15, what="the opening")
+                led = watch.current.by
                 first.kill()
                 await await_until(lambda: watch.current.state is CLOSED, what="the close by the lease")
                 assert watch.current.reason is Reason.LEASE_EXPIRED
                 assert (await pool.gate()).gate is None
                 with process(valkey_url) as second:
                     await await_until(lambda: watch.current.state is OPEN, timeout_s=15, what="take-over")
-                    assert watch.current.by.startswith("2:")
+                    assert int(term(watch.current.by)) > int(term(led))
                     second.send_signal(signal.SIGTERM)
                     assert await ended(second) == 0
 
@@ -101,17 +103,29 @@ async def test_an_outage_of_redis_is_waited_out(tmp_path: Path) -> None:
                 server.kill()
                 server.start()
                 assert worker.poll() is None
-                # Nothing was kept: no policy, no leader, no gate. The worker still knows its policy.
+                # Nothing was kept: no policy, no hold, no leader, no gate.
                 back = valkey_ms(server.url)
 
-                async def again() -> bool:
+                async def again(state: GateState, reason: Reason) -> bool:
                     try:
                         await pool.say(replica(), lane())
                         gate = (await pool.gate()).gate
                     except (redis.RedisError, OSError):
                         return False
-                    return gate is not None and gate.state is OPEN and gate.at_ms > back
+                    return (
+                        gate is not None
+                        and (gate.state, gate.reason) == (state, reason)
+                        and gate.at_ms > back
+                    )
 
-                await await_until(again, timeout_s=15, what="the gate after the outage")
+                await await_until(
+                    lambda: again(CLOSED, Reason.POLICY_MISSING),
+                    timeout_s=15,
+                    what="the close without a policy",
+                )
+                await pool.policies.set(policy())
+                await await_until(
+                    lambda: again(OPEN, Reason.IDLE), timeout_s=15, what="the gate after the outage"
+                )
                 worker.send_signal(signal.SIGTERM)
                 assert await ended(worker) == 0

@@ -51,7 +51,7 @@ def processes(state: Path) -> list[str]:
 def test_the_demo_runs_through_slurm(tmp_path: Path, state: Path) -> None:
     report = tmp_path / "report"
     done = demo(
-        *("--slurm", "--slurm-state", str(state), "--gpus", "4", "--speed", "4", "--duration", "24"),
+        *("--slurm", "--slurm-state", str(state), "--gpus", "4", "--speed", "2", "--duration", "24"),
         *("--report", str(report), "--json"),
         timeout_s=200,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,14 +110,41 @@ PLANTED = {
     "kill_wait": (1, [("^KillWait=.*", "KillWait=1")], "KillWait=5"),
     "fill_gres_type": (
         2,
-        [("GresTypes=gpu,hsfill", "GresTypes=gpu"), (",hsfill:2", "")],
-        "add hsfill to GresTypes",
+        [("GresTypes=gpu,hsfill,hslane", "GresTypes=gpu"), (",hsfill:no_consume:2,hslane:2", "")],
+        "add hsfill,hslane to GresTypes",
     ),
-    "fill_nodes": (2, [(r"^(NodeName=n\d.*),hsfill:2", r"\1")], "add hsfill:N to Gres="),
+    "fill_nodes": (
+        2,
+        [(r"^(NodeName=n\d.*),hsfill:no_consume:2", r"\1")],
+        "add hsfill:no_consume:N to Gres=",
+    ),
+    "place_nodes": (2, [(r"^(NodeName=n\d.*),hslane:2", r"\1")], "add hslane:N to Gres="),
+    "fill_consumed": (2, [("hsfill:no_consume:2", "hsfill:2")], "hsfill:no_consume:N in Gres="),
+    "node_sizes": (
+        1,
+        [
+            ("^(NodeName=DEFAULT.*) Sockets=1 CoresPerSocket=16", r"\1 Sockets=2 CoresPerSocket=8"),
+            ("^NodeName=hspark", "NodeName=hspark CPUs=1024"),
+        ],
+        "Sockets=, CoresPerSocket= and ThreadsPerCore=",
+    ),
     "parked_node": (2, [("^NodeName=hspark.*", ""), (",hspark", "")], "NodeName=hspark NodeAddr=127.0.0.1"),
     "job_submit": (2, [("^JobSubmitPlugins=lua", "")], "JobSubmitPlugins=lua"),
     "prolog": (1, [("^Prolog=.*", "")], "Prolog=/etc/slurm/prolog.sh"),
     "prolog_hold": (1, [(",nohold_on_prolog_fail", "")], "nohold_on_prolog_fail"),
+    "default_memory": (
+        2,
+        [("^SelectTypeParameters=.*", "SelectTypeParameters=CR_Core_Memory")],
+        "DefMemPerCPU=N",
+    ),
+    "preempt_exempt": (
+        2,
+        [("^PreemptExemptTime=.*", "PreemptExemptTime=1-00:00:00")],
+        "PreemptExemptTime=00:00:05",
+    ),
+    "hook_timeout": (1, [("^PrologEpilogTimeout=.*", "PrologEpilogTimeout=5")], "PrologEpilogTimeout=120"),
+    "epilog_path": (2, [("^Epilog=.*", "Epilog=/nowhere/epilog.sh")], "correct Epilog in slurm.conf"),
+    "places_fewer": (1, [("hslane:2", "hslane:1")], "give hslane the count of hsfill"),
     "partition_missing": (2, [("^PartitionName=offline", "PartitionName=night")], "PartitionName=offline"),
     "no_common_nodes": (
         2,
@@ -134,7 +162,7 @@ def test_a_planted_misconfiguration_is_found(bed: Testbed, site: Path, code: str
     # What is planted stands in slurmctld's configuration: no node needs to run.
     bed.up("--controller-only")
     answer = check(bed, str(site), "--json")
-    seen = json.loads(answer.output)
+    seen = json.loads(answer.stdout)
     found = [f for f in seen["findings"] if f["code"] == code]
     level = {1: "warning", 2: "critical"}[status]
     assert [f["level"] for f in found] == [level], answer.output
@@ -189,6 +217,27 @@ def test_a_drained_node_is_found_with_its_reason(clean_slurm: Testbed) -> None:
     )
 
 
+def test_a_pool_that_an_operator_drained_is_no_alarm(clean_slurm: Testbed) -> None:
+    """Its reason is no UTF-8, which ended the check in a traceback."""
+    for name in ("n1", "n2", "n3"):
+        said = b"reason=caf\xe9"
+        drain = [*(word.encode() for word in ("scontrol", "update", f"nodename={name}", "state=drain")), said]
+        subprocess.run(drain, env=clean_slurm.env, check=True, timeout=20)
+    answer = check(clean_slurm)
+    assert not isinstance(answer.exception, Exception)
+    assert "WARNING node_drained: n1 is IDLE+DRAIN: root took it out at 20" in answer.output
+    assert "(caf\ufffd)" in answer.output
+    assert "CRITICAL no_node" not in answer.output
+
+
+def test_no_other_partition_takes_places(clean_slurm: Testbed) -> None:
+    for gres in ("hslane:2", "hsfill:1", "gpu:1,hslane:1"):
+        done = clean_slurm.attempt("sbatch", "-p", "online", f"--gres={gres}", "--wrap=true")
+        assert done.returncode != 0
+        assert "is for partition offline only" in done.stderr
+    assert clean_slurm.sbatch("-p", "online", "--gres=gpu:1", "--wrap=true")
+
+
 def test_no_answer_is_unknown(tmp_path: Path, bed: Testbed) -> None:
     answer = check(bed, "--timeout", "1")
     assert answer.exit_code == 3
@@ -210,10 +259,10 @@ def test_a_plain_cluster_becomes_right_by_install(bed: Testbed, site: Path) -> N
     )
     edit(bed, "^NodeName=hspark.*\n", "")
     edit(bed, "^PartitionName=o.*\n", "")
-    edit(bed, "GresTypes=gpu,hsfill", "GresTypes=gpu")
-    edit(bed, ",hsfill:2", "")
+    edit(bed, "GresTypes=gpu,hsfill,hslane", "GresTypes=gpu")
+    edit(bed, ",hsfill:no_consume:2,hslane:2", "")
     edit(bed, ",nohold_on_prolog_fail", "")
-    edit(bed, "^.*Name=hsfill.*\n", "", file="gres.conf")
+    edit(bed, "^.*Name=(hsfill|hslane).*\n", "", file="gres.conf")
     edit(bed, r"\Z", "PartitionName=all Nodes=n[1-2] Default=YES\n")
     bed.up()
     assert check(bed, str(site)).exit_code == 2
@@ -230,6 +279,8 @@ def test_a_plain_cluster_becomes_right_by_install(bed: Testbed, site: Path) -> N
     assert answer.exit_code == 0, answer.output
     for node in bed.nodes:
         bed.set_fill(node, 0)
+    night = check(bed, str(site))
+    assert night.exit_code == 0, f"all lanes closed is no fault: {night.output}"
     job = bed.sbatch(
         script="#!/bin/bash\n#SBATCH -p offline --gres=hsfill:1 --signal=B:USR2@60\n"
         "#SBATCH --open-mode=append --time=5\necho ran\n"

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,26 @@ import redis
 from hybridsched.core.values import GateState
 from hybridsched.store.batch_values import BatchStatus
 from hybridsched.store.batches import BatchStore
-from tests.helpers import wait_until
-from tests.integration.offline_rig import LANE, POOL, publish_policy, simulated_engine, write_batch
-from tests.integration.slurm_jobs_rig import KEYS, Site, bin_for_others, is_root, results, site
-from tests.integration.test_offline_worker import undisturbed
+from tests.integration.offline_rig import (
+    LANE,
+    POOL,
+    undisturbed,
+    write_batch,
+)
+from tests.integration.slurm_jobs_rig import (
+    BATCH_LINES,
+    KEYS,
+    BatchCase,
+    Site,
+    bin_for_others,
+    is_root,
+    results,
+    site,
+    until,
+)
 from tests.slurm import Testbed
 
-LINES = 80
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[str]:
-    with simulated_engine(tmp_path) as url:
-        yield url
-
-
-@pytest.fixture
-def slow_engine(tmp_path: Path) -> Iterator[str]:
-    """One on which the batch takes long enough to be interrupted."""
-    (tmp_path / "slow").mkdir()
-    with simulated_engine(tmp_path / "slow", speed=3.0) as url:
-        yield url
-
-
-@pytest.fixture
-def pool_url(valkey: redis.Redis, valkey_url: str) -> str:
-    asyncio.run(publish_policy(valkey_url))
-    return valkey_url
+LINES = BATCH_LINES
 
 
 def only_batch(client: redis.Redis) -> Any:
@@ -50,11 +42,6 @@ def only_batch(client: redis.Redis) -> Any:
     found = BatchStore(client, POOL).all()
     assert len(found) <= 1
     return found[0] if found else None
-
-
-async def until(check: Callable[[], object], *, timeout_s: float, what: str) -> None:
-    """Poll in a thread: the loop renews the gate meanwhile."""
-    await asyncio.to_thread(wait_until, check, timeout_s=timeout_s, what=what)
 
 
 async def until_done(client: redis.Redis, lines: int, *, timeout_s: float = 60) -> None:
@@ -73,14 +60,11 @@ async def until_free(client: redis.Redis) -> None:
 
 
 async def test_a_job_waits_for_a_lane_runs_and_completes(
-    tmp_path: Path, clean_slurm: Testbed, valkey: redis.Redis, pool_url: str, engine: str
+    tmp_path: Path, clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
-    source = tmp_path / "batch.jsonl"
-    write_batch(source, LINES)
-    expected = await undisturbed(tmp_path, source, engine)
-    async with site(clean_slurm, pool_url, engine) as pool:
+    async with case.site() as pool:
         pool.close_all()
-        job = pool.sbatch(str(source))
+        job = pool.sbatch(str(case.source), *case.speed)
         await pool.wait(job, "PENDING")
         assert clean_slurm.job(job)["Requeue"] == "1"
         assert only_batch(valkey) is None
@@ -93,7 +77,7 @@ async def test_a_job_waits_for_a_lane_runs_and_completes(
         await pool.wait(job, "COMPLETED", "FAILED", timeout_s=60)
         assert clean_slurm.job(job)["JobState"] == "COMPLETED", clean_slurm.output(job)
         await until_free(valkey)
-    assert results(source) == expected
+    assert results(case.source) == case.expected
     batch = only_batch(valkey)
     assert (batch.status, batch.done, batch.failed) == (BatchStatus.COMPLETED, LINES - 1, 1)
     assert batch.jobs_only
@@ -101,19 +85,11 @@ async def test_a_job_waits_for_a_lane_runs_and_completes(
 
 
 async def test_usr2_keeps_the_place_and_slurm_runs_it_again(
-    tmp_path: Path,
-    clean_slurm: Testbed,
-    valkey: redis.Redis,
-    pool_url: str,
-    engine: str,
-    slow_engine: str,
+    tmp_path: Path, clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
-    source = tmp_path / "batch.jsonl"
-    write_batch(source, LINES, seed=2)
-    expected = await undisturbed(tmp_path, source, engine)
-    async with site(clean_slurm, pool_url, slow_engine) as pool:
+    async with case.site() as pool:
         await pool.gate.set(GateState.OPEN)
-        job = pool.sbatch(str(source), "--speed", "3", options=("--nodelist=n1",))
+        job = pool.sbatch(str(case.source), *case.speed, options=("--nodelist=n1",))
         await until_done(valkey, 5)
         clean_slurm.run("scancel", "--signal=USR2", "--batch", str(job))
         await pool.wait(job, "PENDING", timeout_s=20)
@@ -129,7 +105,7 @@ async def test_usr2_keeps_the_place_and_slurm_runs_it_again(
         await pool.wait(job, "COMPLETED", "FAILED", timeout_s=90)
         assert clean_slurm.job(job)["JobState"] == "COMPLETED", clean_slurm.output(job)
         assert clean_slurm.job(job)["Restarts"] == "2"
-    assert results(source) == expected
+    assert results(case.source) == case.expected
     said = clean_slurm.output(job)
     assert re.findall(r"offline.sbatch: job \d+ on n1, run (\d)", said) == ["1", "2", "3"], said
     assert len(re.findall("job_leaves", said)) >= 1
@@ -142,75 +118,56 @@ def kept(folder: Path) -> int:
 
 
 async def test_a_job_over_its_time_limit_goes_on_in_its_next_run(
-    tmp_path: Path,
-    clean_slurm: Testbed,
-    valkey: redis.Redis,
-    pool_url: str,
-    engine: str,
-    slow_engine: str,
+    clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
-    source = tmp_path / "batch.jsonl"
-    write_batch(source, LINES, seed=3)
-    expected = await undisturbed(tmp_path, source, engine)
-    async with site(clean_slurm, pool_url, slow_engine) as pool:
+    async with case.site() as pool:
         await pool.gate.set(GateState.OPEN)
         # A limit of one minute with a notice of 60 s: the signal comes when Slurm looks next, every 30 s.
         options = ("--nodelist=n1", "--time=1")
-        job = pool.sbatch(str(source), "--speed", "3", options=options)
+        job = pool.sbatch(str(case.source), *case.speed, options=options)
         await until_done(valkey, 5)
         await pool.gate.set(GateState.CLOSED)  # so that something is left to do
+        # Before its next run, which says at once how long it has.
+        await until(lambda: "job_leaves" in clean_slurm.output(job), timeout_s=60, what="the notice")
+        clean_slurm.run("scontrol", "update", f"jobid={job}", "TimeLimit=30")
         await until(lambda: clean_slurm.job(job)["Restarts"] == "1", timeout_s=60, what="a second run")
         await pool.gate.set(GateState.OPEN)
-        clean_slurm.run("scontrol", "update", f"jobid={job}", "TimeLimit=30")
         await pool.wait(job, "COMPLETED", "FAILED", timeout_s=90)
         assert clean_slurm.job(job)["JobState"] == "COMPLETED", clean_slurm.output(job)
-    assert results(source) == expected
+        first, *_, last = re.split(r"offline.sbatch: job \d+ on n1, run", clean_slurm.output(job))[1:]
+        assert "s are left of the time limit" in first
+        assert "s are left of the time limit" not in last
+    assert results(case.source) == case.expected
 
 
 async def test_scancel_ends_the_job_and_submitting_again_goes_on(
-    tmp_path: Path,
-    clean_slurm: Testbed,
-    valkey: redis.Redis,
-    pool_url: str,
-    engine: str,
-    slow_engine: str,
+    clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
-    source = tmp_path / "batch.jsonl"
-    write_batch(source, LINES, seed=4)
-    expected = await undisturbed(tmp_path, source, engine)
-    async with site(clean_slurm, pool_url, slow_engine) as pool:
+    async with case.site() as pool:
         await pool.gate.set(GateState.OPEN)
-        job = pool.sbatch(str(source), "--speed", "3")
+        job = pool.sbatch(str(case.source), *case.speed)
         await until_done(valkey, 5)
         clean_slurm.run("scancel", str(job))
         await pool.wait(job, "CANCELLED", timeout_s=30)
         done = BatchStore(valkey, POOL).progress(only_batch(valkey).id).done
         assert done >= 5
-        again = pool.sbatch(str(source), "--speed", "3")
+        again = pool.sbatch(str(case.source), *case.speed)
         await pool.wait(again, "COMPLETED", "FAILED", timeout_s=90)
         assert clean_slurm.job(again)["JobState"] == "COMPLETED", clean_slurm.output(again)
         assert clean_slurm.job(job)["JobState"] == "CANCELLED", "it was not requeued"
-        third = pool.sbatch(str(source))
+        third = pool.sbatch(str(case.source))
         await pool.wait(third, "COMPLETED", "FAILED", timeout_s=60)
         assert "complete already" in clean_slurm.output(third)
-    assert results(source) == expected
+    assert results(case.source) == case.expected
 
 
 async def test_online_takes_its_gpu_back_and_the_job_goes_on(
-    tmp_path: Path,
-    clean_slurm: Testbed,
-    valkey: redis.Redis,
-    pool_url: str,
-    engine: str,
-    slow_engine: str,
+    clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
-    source = tmp_path / "batch.jsonl"
-    write_batch(source, LINES, seed=5)
-    expected = await undisturbed(tmp_path, source, engine)
-    async with site(clean_slurm, pool_url, slow_engine) as pool:
+    async with case.site() as pool:
         await pool.gate.set(GateState.OPEN)
         gres = "--gres=hsfill:1,gpu:a100:4"
-        job = pool.sbatch(str(source), "--speed", "3", options=("--nodelist=n1", gres))
+        job = pool.sbatch(str(case.source), *case.speed, "--idle-gpus", options=("--nodelist=n1", gres))
         await until_done(valkey, 5)
         online = clean_slurm.sbatch(
             "--partition=online", "--nodelist=n1", "--gres=gpu:a100:1", "--wrap=sleep 3"
@@ -220,16 +177,34 @@ async def test_online_takes_its_gpu_back_and_the_job_goes_on(
         await pool.wait(job, "COMPLETED", "FAILED", timeout_s=90)
         assert clean_slurm.job(job)["JobState"] == "COMPLETED", clean_slurm.output(job)
         assert clean_slurm.job(job)["Restarts"] == "1"
-    assert results(source) == expected
+    assert results(case.source) == case.expected
+
+
+@pytest.mark.skipif(not is_root(), reason="only root or SlurmUser suspends")
+async def test_a_suspended_job_gives_its_place_back_and_goes_on_in_its_next_run(
+    clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
+) -> None:
+    """The last rung of the ladder, on a job that hears no signal."""
+    async with case.site() as pool:
+        await pool.gate.set(GateState.OPEN)
+        job = pool.sbatch(str(case.source), *case.speed, options=("--nodelist=n1",))
+        await until_done(valkey, 5)
+        clean_slurm.run("scontrol", "suspend", str(job))
+        await pool.wait(job, "SUSPENDED")
+        # As the policy worker does it; without the filter scancel tries for minutes.
+        clean_slurm.run("scancel", "--state=RUNNING", "--signal=USR2", "--batch", str(job))
+        clean_slurm.run("scontrol", "requeue", str(job))
+        await pool.wait(job, "PENDING", timeout_s=40)
+        held = lambda: clean_slurm.job(job)["Reason"] == "JobHeldAdmin"  # noqa: E731
+        await until(held, timeout_s=20, what="the hold that Slurm takes a suspension for")
+        clean_slurm.run("scontrol", "release", str(job))
+        await pool.wait(job, "COMPLETED", "FAILED", timeout_s=90)
+        assert clean_slurm.job(job)["JobState"] == "COMPLETED", clean_slurm.output(job)
+    assert results(case.source) == case.expected
 
 
 async def test_an_array_runs_one_file_a_task_and_requeues_its_tasks_one_by_one(
-    tmp_path: Path,
-    clean_slurm: Testbed,
-    valkey: redis.Redis,
-    pool_url: str,
-    engine: str,
-    slow_engine: str,
+    tmp_path: Path, clean_slurm: Testbed, valkey: redis.Redis, pool_url: str, engine: str
 ) -> None:
     sources = [tmp_path / "a.jsonl", tmp_path / "b c.jsonl"]
     expected = []
@@ -239,8 +214,8 @@ async def test_an_array_runs_one_file_a_task_and_requeues_its_tasks_one_by_one(
         expected.append(await undisturbed(tmp_path / str(seed), source, engine))
     names = tmp_path / "files.txt"
     names.write_text("".join(f"{source}\r\n\n" for source in sources))
-    async with site(clean_slurm, pool_url, slow_engine) as pool:
-        job = pool.sbatch(f"@{names}", "--speed", "3", options=("--array=0-1", "--nodelist=n1"))
+    async with site(clean_slurm, pool_url, engine) as pool:
+        job = pool.sbatch(f"@{names}", options=("--array=0-1", "--nodelist=n1"))
         await until(lambda: "job_batch" in output(pool, "a.jsonl"), timeout_s=30, what="the first task")
         clean_slurm.run("scancel", "--signal=USR2", "--batch", f"{job}_0")
         await until(
@@ -296,6 +271,8 @@ def test_what_cannot_be_run_is_said_in_the_jobs_output(clean_slurm: Testbed, tmp
         ((), "no file was given"),
         (("a.jsonl", "b.jsonl"), "add --array=0-1"),
         (("@nowhere",), "the list of files nowhere cannot be read"),
+        (("-x.jsonl",), f"-x.jsonl is none in {tmp_path}; write sbatch workers/offline.sbatch FILE"),
+        (("--deadline", "1h", "--"), "no file was given"),
     ):
         job = pool.sbatch(*words, options=(f"--chdir={tmp_path}",))
         clean_slurm.wait_job(job, "FAILED")
@@ -307,22 +284,32 @@ def test_what_cannot_be_run_is_said_in_the_jobs_output(clean_slurm: Testbed, tmp
     assert "set HYBRIDSCHED_BIN" in clean_slurm.output(job)
 
 
+def test_names_that_begin_with_a_dash_reach_the_worker(clean_slurm: Testbed, tmp_path: Path) -> None:
+    pool = Site(clean_slurm, "redis://127.0.0.1:1", None)  # type: ignore[arg-type]
+    program = tmp_path / "words"
+    program.write_text('#!/bin/bash\nprintf "<%s>" "$@"\n')
+    program.chmod(0o755)
+    pool.environment["HYBRIDSCHED_BIN"] = str(program)
+    (tmp_path / "-x.jsonl").touch()
+    for words, said in (
+        (("-x.jsonl", "--deadline", "1h"), "<./-x.jsonl><--deadline><1h>"),
+        (("--", "-x.jsonl"), "<./-x.jsonl>"),
+        (("--deadline", "1h", "--", "-x.jsonl"), "<./-x.jsonl><--deadline><1h>"),
+        (("a.jsonl", "--output", "-o.jsonl"), "<a.jsonl><--output><-o.jsonl>"),
+    ):
+        job = pool.sbatch(*words, options=(f"--chdir={tmp_path}",))
+        clean_slurm.wait_job(job, "COMPLETED")
+        assert f"<worker><offline><--slurm-job>{said}" in clean_slurm.output(job)
+
+
 async def test_signals_at_any_time_leave_every_id_once(
-    tmp_path: Path,
-    clean_slurm: Testbed,
-    valkey: redis.Redis,
-    pool_url: str,
-    engine: str,
-    slow_engine: str,
+    clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
     """USR2 while the shell starts, while Python starts, while it works."""
-    source = tmp_path / "batch.jsonl"
-    write_batch(source, 40, seed=9)
-    expected = await undisturbed(tmp_path, source, engine)
     rng = random.Random(7)
-    async with site(clean_slurm, pool_url, slow_engine) as pool:
+    async with case.site() as pool:
         await pool.gate.set(GateState.OPEN)
-        job = pool.sbatch(str(source), "--speed", "3")
+        job = pool.sbatch(str(case.source), *case.speed)
         runs = 0
         while runs < 3:
             state = (await pool.wait(job, "RUNNING", "COMPLETED", "FAILED"))["JobState"]
@@ -339,7 +326,7 @@ async def test_signals_at_any_time_leave_every_id_once(
             clean_slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
         await pool.wait(job, "COMPLETED", "FAILED", timeout_s=90)
         assert clean_slurm.job(job)["JobState"] == "COMPLETED", clean_slurm.output(job)
-    assert results(source) == expected
+    assert results(case.source) == case.expected
 
 
 def test_the_script_is_good_bash() -> None:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import redis
 
 from hybridsched.core.values import GateState
 from hybridsched.store.batch_values import BatchStatus
 from hybridsched.store.batches import BatchStore
-from tests.helpers import wait_until
-from tests.integration.offline_rig import LANE, POOL, simulated_engine, write_batch
-from tests.integration.slurm_jobs_rig import BIN, KEYS, Site, results, site
+from tests.integration.offline_rig import LANE, POOL, simulated_engine, undisturbed, write_batch
+from tests.integration.slurm_jobs_rig import BIN, KEYS, WORKERS, Site, results, site, until
 from tests.integration.test_lane_programs import LOOP, PROGRAM, batches
-from tests.integration.test_offline_worker import undisturbed
 from tests.slurm import Testbed
-
-
-async def until(check: Callable[[], object], *, timeout_s: float = 40, what: str) -> None:
-    await asyncio.to_thread(wait_until, check, timeout_s=timeout_s, what=what)
 
 
 def submit(pool: Site, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -39,6 +34,7 @@ def submit(pool: Site, *words: str, cwd: Path) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.timeout(240)
 async def test_batch_submit_sbatch_runs_one_file_and_many(
     tmp_path: Path, clean_slurm: Testbed, valkey: redis.Redis, valkey_url: str
 ) -> None:
@@ -72,6 +68,7 @@ async def test_batch_submit_sbatch_runs_one_file_and_many(
             assert [Path(one["input"]).name for one in found["batches"]] == names[1:]
             await until(
                 lambda: [one.status for one in store.all()] == [BatchStatus.COMPLETED] * 3,
+                timeout_s=100,  # the second task of the array waits for Slurm's own next look
                 what="three batches",
             )
             refused = await asyncio.to_thread(
@@ -135,3 +132,97 @@ async def test_a_loop_of_ones_own_in_a_job_goes_on_in_its_next_run(
     said = clean_slurm.output(job)
     assert said.count("begins at") == 2
     assert batches(said) == list(range(1, 401)), "each once"
+
+
+DELAYS_S = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)
+
+
+def shell_listens(job: int) -> bool:
+    """Whether the batch shell of a job has a handler for USR2, or ignores it, by now."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = f"SLURM_JOB_ID={job}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if not mine or b"slurm_script" not in (folder / "cmdline").read_bytes():
+                continue
+            masks = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        except OSError:  # it has ended
+            continue
+        return bool((int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16)) >> (signal.SIGUSR2 - 1) & 1)
+    return False
+
+
+async def told_while_starting(
+    pool: Site, slurm: Testbed, script: Path, *words: str
+) -> dict[float, dict[str, str]]:
+    """One job for each delay, told to leave so long after Slurm has started it. What became of each."""
+    seen = {}
+    for delay_s in DELAYS_S:
+        job = pool.sbatch(*words, script=script, options=("--nodelist=n1",))
+        await pool.wait(job, "RUNNING", timeout_s=30)
+        await asyncio.sleep(delay_s)
+        listens = shell_listens(job)
+        slurm.run("scancel", "--signal=USR2", "--batch", str(job))
+        # A loaded machine takes seconds to start a program; a notice that was lost would never show.
+        for _ in range(60):
+            now = seen[delay_s] = slurm.job(job)
+            if now["JobState"] not in ("RUNNING", "COMPLETING") or now["Restarts"] != "0":
+                break
+            await asyncio.sleep(0.25)
+        seen[delay_s]["said"] = slurm.output(job)
+        # Slurm itself drops a signal that comes before the batch shell exists.
+        if "sent signal 12 to pid" not in "".join(
+            line for line in slurm.log("slurmd-n1").splitlines() if f"StepId={job}.batch" in line
+        ):
+            assert now["JobState"] == "RUNNING", now
+            del seen[delay_s]
+        # Between its start and its first line no script can hear: it ends as FAILED 0:12, whatever it says.
+        elif not listens:
+            del seen[delay_s]
+        slurm.run("scancel", str(job))
+    return seen
+
+
+async def test_own_sbatch_goes_back_to_the_queue_whenever_it_is_told(
+    clean_slurm: Testbed, valkey_url: str
+) -> None:
+    """Told before its program listened, a job was FAILED 0:12 and gone."""
+    async with site(clean_slurm, valkey_url, "http://127.0.0.1:9") as pool:
+        found = await told_while_starting(pool, clean_slurm, WORKERS / "own.sbatch", "sleep", "600")
+    assert len(found) >= 3
+    for delay_s, job in found.items():
+        assert job["Restarts"] == "1", (
+            delay_s,
+            job["JobState"],
+            job["Reason"],
+            job.get("ExitCode"),
+            job["said"],
+        )
+
+
+async def test_an_own_script_that_ignores_the_signal_first_does_not_fail(
+    clean_slurm: Testbed, valkey_url: str
+) -> None:
+    body = "from hybridsched import lane; lane.wait_open()"
+    async with site(clean_slurm, valkey_url, "http://127.0.0.1:9") as pool:
+        script = pool.script(f"trap '' USR2\nexec {sys.executable} -c '{body}'")
+        found = await told_while_starting(pool, clean_slurm, script)
+    for delay_s, job in found.items():
+        assert job["Restarts"] == "1" or job["JobState"] == "RUNNING", (delay_s, job)
+
+
+async def test_a_job_that_was_submitted_from_a_lane_holds_its_own_or_none(
+    tmp_path: Path, clean_slurm: Testbed, valkey: redis.Redis, valkey_url: str
+) -> None:
+    """sbatch hands the environment on, with the lane of the job that called it."""
+    inner_out = tmp_path / "inner.out"
+    async with site(clean_slurm, valkey_url, "http://127.0.0.1:9") as pool:
+        await pool.gate.set(GateState.OPEN)
+        program = "from hybridsched import lane; print(lane.wait_open(3), lane.engine_url(), flush=True)"
+        inner = pool.script(f"exec {sys.executable} -c '{program}'").rename(tmp_path / "inner.sbatch")
+        call = f"sbatch -o {inner_out} --nodelist=n2 {inner}; exec sleep 600"
+        job = pool.sbatch("bash", "-c", call, script=WORKERS / "own.sbatch", options=("--nodelist=n1",))
+        await until(
+            lambda: inner_out.exists() and inner_out.read_text().endswith("None\n"), what="the inner job"
+        )
+        assert inner_out.read_text().splitlines()[-1] == "False None"
+        clean_slurm.run("scancel", str(job))

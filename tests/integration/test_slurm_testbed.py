@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ def test_up_is_idempotent_and_down_wipes(small: Testbed) -> None:
         pids = {name: small.pid(name) for name in ("munged", "slurmctld", "slurmd-n1")}
         small.up()
         assert pids == {name: small.pid(name) for name in pids}, "a second up starts nothing again"
-        assert small.node("n1")["Gres"] == "gpu:a100:2,hsfill:2"
+        assert small.node("n1")["Gres"] == "gpu:a100:2,hsfill:2,hslane:2"
         assert small.node("hspark")["State"] == "DOWN"
         # A job that leaves a process behind which no longer has a parent of its own.
         script = JOB + "(setsid sleep 600 &)\necho started\nsleep 600\n"
@@ -58,6 +60,19 @@ def test_up_is_idempotent_and_down_wipes(small: Testbed) -> None:
         small.down()
     assert not small.state.exists()
     assert processes_with(f"{small.state}/") == []
+
+
+def test_up_without_numbers_takes_the_shape_that_was_prepared(small: Testbed) -> None:
+    """It refused, and advised to wipe the folder with the files that had been edited."""
+    try:
+        small.up("--prepare")
+        answer = subprocess.run(
+            [TESTBED / "up", "--state", small.state, "--prepare"], capture_output=True, text=True
+        )
+        assert answer.returncode == 0, answer.stderr
+        assert "nodes=1 " in (small.state / "etc" / "shape").read_text()
+    finally:
+        small.down()
 
 
 def test_up_refuses_another_shape(small: Testbed) -> None:
@@ -144,6 +159,11 @@ def test_gate_count_starts_and_holds_jobs(clean_slurm: Testbed) -> None:
     wait_until(lambda: slurm.fill("n3") == slurm.gpus, what="the count that reconfigure resets")
 
 
+def started_s(job: Mapping[str, str]) -> float:
+    """When a job's run began, in seconds since 1970; Slurm counts whole ones."""
+    return datetime.fromisoformat(job["StartTime"]).timestamp()
+
+
 def test_preemption_sends_the_users_signal_and_requeues(clean_slurm: Testbed) -> None:
     slurm = clean_slurm
     # A job that only exits within the grace is not requeued by Slurm 22.05, it counts as completed or failed:
@@ -154,10 +174,11 @@ def test_preemption_sends_the_users_signal_and_requeues(clean_slurm: Testbed) ->
         + "echo run ${SLURM_RESTART_COUNT:-0}\nsleep 600 & wait\n"
     )
     victim = slurm.sbatch("--gres=gpu:a100:4", "--nodelist=n1", script=script)
-    slurm.wait_job(victim, "RUNNING")
-    wait_until(lambda: "run 0" in slurm.output(victim), what="the first run")
+    began = started_s(slurm.wait_job(victim, "RUNNING"))
+    # At once: PreemptExemptTime leaves the script the time to listen. Without it the signal may be lost (the
+    # job stays until the grace is over), or be the job's end (FAILED 0:12).
     online = slurm.sbatch("--partition=online", "--gres=gpu:a100:1", "--nodelist=n1", "--wrap=sleep 600")
-    slurm.wait_job(online, "RUNNING")
+    assert started_s(slurm.wait_job(online, "RUNNING")) - began >= 5
     assert "got USR2" in slurm.output(victim)
     slurm.wait_job(victim, "PENDING")
     slurm.run("scancel", str(online))

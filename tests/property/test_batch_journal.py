@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridsched.batches.assemble import Assembler
 from hybridsched.batches.cut import Cursor, cut_chunk
-from hybridsched.batches.journal import ChunkJournal, journal_paths
+from hybridsched.batches.journal import ChunkJournal, journals
 from hybridsched.batches.lines import iter_lines
 from hybridsched.batches.validate import BatchLine, read_span
 from hybridsched.batches.verify import check_files
@@ -50,7 +50,7 @@ def test_every_line_ends_once_and_in_order(
                 journal = ChunkJournal.open(work, number, 1, span)
                 safe |= journal.finished
                 with work.open_input() as file:
-                    for verdict in read_span(file, span.start, span.end, span.first_line, {}):
+                    for verdict in read_span(file, span.read_from, span.end, span.first_line, {}):
                         if count <= 0:
                             break
                         count -= 1
@@ -68,10 +68,10 @@ def test_every_line_ends_once_and_in_order(
                 data = newest.read_bytes()
                 newest.write_bytes(data[: int(len(data) * cut)])
                 safe = set()  # counted again from what is left
-                for _, _, path in journal_paths(work.path):
+                for _, _, name in journals(work.folder):
                     safe |= {
                         json.loads(text)["line"]
-                        for text in path.read_bytes().split(b"\n")[:-1]
+                        for text in (work.path / name).read_bytes().split(b"\n")[:-1]
                         if b'"out"' in text or b'"err"' in text
                     }
         ran: list[int] = []

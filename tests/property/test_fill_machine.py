@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from hybridsched.core.fill import (
+from hybridsched.core.fill import answered, plan
+from hybridsched.core.fill_values import (
     LOST_MS,
     FillJob,
     FillLane,
@@ -17,8 +18,6 @@ from hybridsched.core.fill import (
     Instruction,
     RequeueJob,
     SetFill,
-    answered,
-    plan,
 )
 from hybridsched.core.policy import SlurmPolicy
 
@@ -26,6 +25,8 @@ POLICY = SlurmPolicy(requeue_after_ms=10_000, fill_hysteresis_ms=1_000, reassert
 NODES = ("n1", "n2")
 LANES = {"n1a": "n1", "n1b": "n1", "n2a": "n2"}
 CONFIGURED = 4
+PLACES = 4
+"""Of the second GRES, on each node: more than it has lanes, so that there are jobs without one."""
 
 LANE = st.sampled_from(sorted(LANES))
 NODE = st.sampled_from(NODES)
@@ -59,7 +60,8 @@ class Pool(RuleBasedStateMachine):
 
     @rule(node=NODE)
     def slurm_starts_a_job(self, node: str) -> None:
-        if self.live[node] > sum(j.node == node for j in self.jobs.values()):
+        # It does not consume the count: as long as there is one, jobs start up to the node's places.
+        if self.live[node] > 0 and sum(j.node == node for j in self.jobs.values()) < PLACES:
             self.ids += 1
             self.jobs[self.ids] = FillJob(job=self.ids, node=node, lane=None, started_ms=self.now)
 
@@ -70,6 +72,12 @@ class Pool(RuleBasedStateMachine):
                 if job.node == LANES[lane] and job.lane is None:
                     self.jobs[number] = msgspec.structs.replace(job, lane=lane)
                     return
+
+    @rule()
+    def a_job_is_being_ended(self) -> None:
+        if self.jobs:
+            number = max(self.jobs)
+            self.jobs[number] = msgspec.structs.replace(self.jobs[number], leaving=True)
 
     @rule()
     def a_job_ends(self) -> None:
@@ -129,7 +137,7 @@ class Pool(RuleBasedStateMachine):
         for instruction in out:
             key: tuple[str, object]
             if isinstance(instruction, SetFill):
-                self.check_count(instruction)
+                self.check_count(instruction, view)
                 key = ("fill", instruction.node)
             else:
                 self.check_requeue(instruction, view)
@@ -140,15 +148,17 @@ class Pool(RuleBasedStateMachine):
             self.asked[key] = (instruction, self.now)
             self.orders.append(instruction)
 
-    def check_count(self, order: SetFill) -> None:
-        lanes = [lane for lane, node in LANES.items() if node == order.node]
-        assert 0 <= order.count <= len(lanes)
-        recent = [
-            since
+    def check_count(self, order: SetFill, view: FillView) -> None:
+        lanes = {lane for lane, node in LANES.items() if node == order.node}
+        recent = {
+            lane
             for lane in lanes
             if (since := self.closed_since[lane]) is None or self.now - since < POLICY.fill_hysteresis_ms
-        ]
-        assert order.count == 0 or recent, "admits although every gate has been closed for long"
+        }
+        jobs = [j for j in view.jobs if j.node == order.node]
+        free = recent - {j.lane for j in jobs}
+        coming = [j for j in jobs if j.lane is None and not j.leaving and j.job not in self.state.leaving]
+        assert 0 <= order.count <= max(0, len(free) - len(coming)), "offers more than the free lanes"
         reading = self.read[order.node]
         if reading.live is None or reading.seen_ms is None or self.now - reading.seen_ms > POLICY.max_age_ms:
             assert order.count == 0, "admits on a count that is not known"
@@ -182,13 +192,16 @@ class Pool(RuleBasedStateMachine):
             self.plans()
         assert self.orders == [], "it never comes to rest"
         for node in NODES:
-            lanes = [lane for lane, at in LANES.items() if at == node]
-            count = sum(self.closed_since[lane] is None for lane in lanes)
-            kept = [j for j in self.jobs.values() if j.node == node]
-            assert self.live[node] >= count
-            if count == 0:
-                assert self.live[node] == 0
-                assert kept == [], "jobs stay at gates that will not open"
+            lanes = {lane for lane, at in LANES.items() if at == node}
+            opened = {lane for lane in lanes if self.closed_since[lane] is None}
+            jobs = [j for j in self.jobs.values() if j.node == node]
+            staying = [j for j in jobs if not j.leaving]
+            homeless = sum(j.lane is None for j in staying)
+            assert self.live[node] == max(0, len(opened - {j.lane for j in jobs}) - homeless)
+            if not opened:
+                assert staying == [], "jobs stay at gates that will not open"
+            for job in staying:
+                assert job.lane is None or job.lane in opened, "a job stays at a gate that will not open"
 
 
 def same_wish(a: Instruction, b: Instruction) -> bool:

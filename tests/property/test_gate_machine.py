@@ -11,11 +11,10 @@ from hybridsched.core.codec import DecisionRecord, decode_record, encode, replay
 from hybridsched.core.decide import decide
 from hybridsched.core.gate import (
     Event,
-    FastClose,
+    Gone,
     Opened,
     Published,
     Refused,
-    Renewed,
     Seat,
     SeatState,
     Shut,
@@ -39,10 +38,12 @@ from hybridsched.core.values import (
 AFTER = st.floats(0, 500, allow_nan=False)
 LEASE = st.floats(1, 400, allow_nan=False)
 STEP = st.integers(-2, 2)
+SERVER = st.sampled_from([-300.0, -1.0, 0.0, 1.0, 300.0])
+"""Of a publication's server time, against the latest one seen."""
 
 
 class Holder(RuleBasedStateMachine):
-    """Tracks by itself how long the gate may at most be open, and the highest epoch."""
+    """Tracks by itself how long the gate may at most be open, and what openings may be believed."""
 
     @initialize()
     def start(self) -> None:
@@ -50,7 +51,25 @@ class Holder(RuleBasedStateMachine):
         self.now = 0.0
         self.lease_end = 0.0
         self.epoch = 0
+        self.seen_server_ms = 0.0
+        self.believed: Gate | None = None
         self.running = False
+
+    def publication(self, state: GateState, step: int, server: float, size: int = 0) -> Gate:
+        return Gate(
+            lane="l",
+            state=state,
+            reason=Reason.IDLE if state is GateState.OPEN else Reason.ONLINE_ARRIVED,
+            budget=Budget(max_inflight=size, chunk_tokens=1, slice_tokens=0),
+            epoch=max(0, self.epoch + step),
+            at_ms=max(0.0, self.seen_server_ms + server),
+        )
+
+    def note(self, gate: Gate) -> None:
+        """The epochs begin anew with a lower one that was published after all that was seen."""
+        if gate.epoch > self.epoch or gate.at_ms > self.seen_server_ms:
+            self.epoch = gate.epoch
+        self.seen_server_ms = max(self.seen_server_ms, gate.at_ms)
 
     def feed(self, event: Event) -> None:
         before = self.seat
@@ -59,54 +78,59 @@ class Holder(RuleBasedStateMachine):
         for instruction in out:
             match instruction:
                 case Opened(epoch=epoch):
-                    assert epoch >= self.epoch, "an older epoch opened the gate"
+                    assert isinstance(event, Published)
+                    later = event.gate.at_ms > before.seen_at_ms
+                    assert epoch >= before.epoch or later, "an older epoch opened the gate"
                     self.running = True
                 case Shut():
                     assert self.running, "shut twice"
                     self.running = False
                 case Refused():
-                    assert isinstance(event, Published | Renewed)
+                    assert isinstance(event, Published)
 
-    @rule(after=AFTER, lease=LEASE, step=STEP, size=st.integers(1, 3))
-    def opens(self, after: float, lease: float, step: int, size: int) -> None:
-        self.now += after
-        epoch = max(0, self.epoch + step)
-        budget = Budget(max_inflight=size, chunk_tokens=1, slice_tokens=0)
-        gate = Gate(lane="l", state=GateState.OPEN, reason=Reason.IDLE, budget=budget, epoch=epoch)
-        expired = self.now >= self.lease_end
-        self.feed(Published(gate=gate, lease_ms=lease, at_ms=self.now))
-        if epoch >= self.epoch:
-            self.epoch, self.lease_end = epoch, self.now + lease
-            assert self.seat.is_open(self.now)
-        elif expired:
-            assert not self.running
-
-    @rule(after=AFTER, lease=LEASE, step=STEP)
-    def closes(self, after: float, lease: float, step: int) -> None:
-        self.now += after
-        epoch = max(0, self.epoch + step)
-        gate = Gate(lane="l", state=GateState.CLOSED, reason=Reason.ONLINE_ACTIVE, epoch=epoch)
-        self.feed(Published(gate=gate, lease_ms=lease, at_ms=self.now))
-        self.epoch, self.lease_end = max(self.epoch, epoch), 0.0
-        assert self.seat.state is SeatState.CLOSED
-
-    @rule(after=AFTER, step=STEP)
-    def closes_fast(self, after: float, step: int) -> None:
-        self.now += after
-        epoch = max(0, self.epoch + step)
-        self.feed(FastClose(epoch=epoch, at_ms=self.now))
-        self.epoch, self.lease_end = max(self.epoch, epoch), 0.0
-        assert not self.running
-
-    @rule(after=AFTER, lease=LEASE, step=STEP)
-    def renews(self, after: float, lease: float, step: int) -> None:
-        self.now += after
-        epoch = max(0, self.epoch + step)
+    def open(self, gate: Gate, lease: float, *, pushed: bool) -> None:
         alive = self.running and self.now < self.lease_end
-        self.feed(Renewed(epoch=epoch, lease_ms=lease, at_ms=self.now))
-        if alive and epoch == self.epoch:
-            self.lease_end = max(self.lease_end, self.now + lease)
-        assert self.running == alive, "a renewal opened a gate, or kept a dead one"
+        known = self.believed
+        self.feed(Published(gate=gate, lease_ms=lease, at_ms=self.now, pushed=pushed))
+        old_epoch = gate.epoch < self.epoch and gate.at_ms <= self.seen_server_ms
+        late = pushed and known is not None and gate.at_ms < known.at_ms
+        if old_epoch or late:
+            assert self.running == alive, "a refused opening opened the gate, or closed it"
+            assert self.seat.gate == known
+            self.seen_server_ms = max(self.seen_server_ms, gate.at_ms)
+        else:
+            self.note(gate)
+            self.believed, self.lease_end = gate, self.now + lease
+            assert self.seat.is_open(self.now)
+
+    @rule(after=AFTER, lease=LEASE, step=STEP, server=SERVER, size=st.integers(1, 3), pushed=st.booleans())
+    def opens(self, after: float, lease: float, step: int, server: float, size: int, pushed: bool) -> None:
+        self.now += after
+        self.open(self.publication(GateState.OPEN, step, server, size), lease, pushed=pushed)
+
+    @rule(after=AFTER, lease=LEASE)
+    def renews(self, after: float, lease: float) -> None:
+        """The store holds the same gate with a new lease."""
+        if self.believed is not None and self.believed.state is GateState.OPEN:
+            self.now += after
+            self.open(self.believed, lease, pushed=False)
+
+    @rule(after=AFTER, step=STEP, server=SERVER, pushed=st.booleans())
+    def closes(self, after: float, step: int, server: float, pushed: bool) -> None:
+        self.now += after
+        gate = self.publication(GateState.CLOSED, step, server)
+        self.feed(Published(gate=gate, lease_ms=0.0, at_ms=self.now, pushed=pushed))
+        self.note(gate)
+        self.believed, self.lease_end = gate, 0.0
+        assert self.seat.state is SeatState.CLOSED
+        assert self.seat.gate_at(self.now) == gate
+
+    @rule(after=AFTER)
+    def is_gone(self, after: float) -> None:
+        self.now += after
+        self.feed(Gone(at_ms=self.now))
+        self.lease_end = 0.0
+        assert not self.running
 
     @rule(after=AFTER)
     def time_passes(self, after: float) -> None:
@@ -117,10 +141,12 @@ class Holder(RuleBasedStateMachine):
     def never_open_after_the_lease(self) -> None:
         assert self.running == (self.seat.state is SeatState.OPEN)
         assert self.seat.epoch == self.epoch
+        assert self.seat.gate == self.believed
         if self.running:
             assert self.now < self.lease_end
             assert self.seat.until_ms == self.lease_end
         assert not self.seat.is_open(self.lease_end)
+        assert self.seat.gate_at(self.lease_end).state is GateState.CLOSED
 
     def teardown(self) -> None:
         if hasattr(self, "seat"):

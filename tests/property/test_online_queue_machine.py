@@ -7,6 +7,7 @@ of workers that live on and then hold a stale fence.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ class Known:
     place: int
     load: float
     late: bool
-    reply: str
+    """Its entry's deadline has passed."""
+    until: dict[str, bool]
+    """Reply streams of all that wait for it; whether for ever (else their time is over)."""
     state: str = "queued"
     attempt: int = 1
     retries: int = 0
@@ -85,26 +88,47 @@ class OnlineMachine(RuleBasedStateMachine):
     @rule(priority=st.integers(0, 2), tokens=st.sampled_from([10, 120, 400]), late=st.booleans())
     def accept(self, priority: int, tokens: int, late: bool) -> None:
         request_id = f"q{len(self.known)}"
-        known = Known(request_id, priority, self.place(), float(tokens), late, self.reply_key("a"))
-        assert self.send(known) == "accepted"
+        known = Known(
+            request_id, priority, self.place(), float(tokens), late, {self.reply_key("a"): not late}
+        )
+        assert self.send(known, self.reply_key("a"), late=late) == "accepted"
         self.known[request_id] = known
 
     @precondition(lambda self: self.known)
-    @rule(data=st.data(), stream=st.sampled_from("ab"))
-    def accept_again(self, data: st.DataObject, stream: str) -> None:
+    @rule(data=st.data(), stream=st.sampled_from("abc"), late=st.booleans())
+    def attach(self, data: st.DataObject, stream: str, late: bool) -> None:
         known = self.pick(data, list(self.known.values()))
         reply = self.reply_key(stream)
-        before, known.reply = known.reply, reply
-        outcome = self.send(known)
+        outcome = self.send(known, reply, late=late)
         known.retries += 1
         if known.retries > 2:
             assert outcome == "retry_budget_exhausted"
-            known.reply = before
+        elif known.emitted and reply not in known.until:
+            assert outcome == "stream_gap"
         elif known.state == "done":
             assert outcome == "done"
             self.ends[reply, known.id] += 1
         else:
             assert outcome == "attached"
+            known.until[reply] = known.until.get(reply, False) or not late
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), stream=st.sampled_from("abc"))
+    def send_another_under_a_used_id(self, data: st.DataObject, stream: str) -> None:
+        known = self.pick(data, list(self.known.values()))
+        assert self.send(known, self.reply_key(stream), late=False, body=b'{"n":2}') == "conflict"
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), stream=st.sampled_from("abc"))
+    def leave(self, data: st.DataObject, stream: str) -> None:
+        known = self.pick(data, list(self.known.values()))
+        reply = self.reply_key(stream)
+        word = self.run(self.queue.leave(known.id, reply))
+        if known.state != "done" and (reply not in known.until or len(known.until) > 1):
+            assert word == "left"
+            known.until.pop(reply, None)
+        else:
+            self.is_cancelled(known, word)
 
     @rule(replica=st.sampled_from(REPLICAS), limit=st.integers(1, 3))
     def claim(self, replica: str, limit: int) -> None:
@@ -124,13 +148,15 @@ class OnlineMachine(RuleBasedStateMachine):
         self.run(self.queue.drain())
         room = min(limit, CAP - inflight)
         others = [self.records[r] for r in REPLICAS if r != replica and self.records[r][1] < CAP]
-        least = min((other[0] for other in others), default=None)
-        expected = []
+        least = min(others, default=None)
+        expected: list[Known] = []
+        share = math.ceil(len(self.in_order("queued")) / (len(others) + 1))
         for known in self.in_order("queued"):
-            if room == 0 or (least is not None and load > least + SLACK):
+            even = len(expected) < share and (least is None or load <= least[0] + SLACK)
+            if room == 0 or not (even or least is None or (load, inflight) <= least):
                 break
             if known.late:
-                self.end(known)
+                self.expire(known)
             else:
                 expected.append(known)
                 known.state = "running"
@@ -225,7 +251,9 @@ class OnlineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         known = self.pick(data, list(self.known.values()))
-        word = self.run(self.queue.cancel(known.id))
+        self.is_cancelled(known, self.run(self.queue.cancel(known.id)))
+
+    def is_cancelled(self, known: Known, word: str) -> None:
         if known.state == "queued":
             assert word == "cancelled"
             self.end(known)
@@ -245,7 +273,7 @@ class OnlineMachine(RuleBasedStateMachine):
     @invariant()
     def each_is_answered_once(self) -> None:
         found: Counter[tuple[str, str]] = Counter()
-        for stream in "ab":
+        for stream in "abc":
             for _, fields in self.run(self.client.xrange(self.reply_key(stream))):
                 if b"end" in fields:
                     found[self.reply_key(stream), fields[b"id"].decode()] += 1
@@ -267,9 +295,10 @@ class OnlineMachine(RuleBasedStateMachine):
         assert not any(late), "whoever lost its lease can end nothing"
         for replica in REPLICAS:
             self.run(self.queue.unregister(MODEL, replica, self.consumers[replica]))
-        while got := self.run(self.queue.claim(MODEL, "last", "last:1", load=0, inflight=0, cap=8)):
+        while self.run(self.queue.depth(MODEL)).depth:
+            got = self.run(self.queue.claim(MODEL, "last", "last:1", load=0, inflight=0, cap=8))
             assert all(self.run(self.queue.finish_many([(r, End(status=EndStatus.OK)) for r in got])))
-        self.run(self.queue.drain())
+            self.run(self.queue.drain())
         assert self.run(self.queue.depth(MODEL)).depth == 0
         for known in self.known.values():
             assert self.run(self.queue.result(known.id)) is not None
@@ -285,13 +314,13 @@ class OnlineMachine(RuleBasedStateMachine):
         self.places += 1
         return self.places
 
-    def send(self, known: Known) -> str:
+    def send(self, known: Known, reply: str, *, late: bool, body: bytes = b"{}") -> str:
         request = Request(
             id=known.id,
             model=MODEL,
-            body=b"{}",
-            reply=known.reply,
-            timeout_ms=0 if known.late else FOREVER,
+            body=body,
+            reply=reply,
+            timeout_ms=0 if late else FOREVER,
             priority=known.priority,
             prompt_tokens=int(known.load),
             cost=int(known.load),
@@ -304,7 +333,16 @@ class OnlineMachine(RuleBasedStateMachine):
 
     def end(self, known: Known) -> None:
         known.state = "done"
-        self.ends[known.reply, known.id] += 1
+        self.ends.update((reply, known.id) for reply in known.until)
+
+    def expire(self, known: Known) -> None:
+        """Its entry's time is over. Who waits longer keeps it alive; the others are told."""
+        if any(known.until.values()):
+            self.ends.update((reply, known.id) for reply, longer in known.until.items() if not longer)
+            known.until = {reply: True for reply, longer in known.until.items() if longer}
+            known.late, known.place = False, self.place()
+        else:
+            self.end(known)
 
     def pick(self, data: st.DataObject, choices: list[Any]) -> Any:
         return choices[data.draw(st.integers(0, len(choices) - 1))]

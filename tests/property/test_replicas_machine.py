@@ -14,6 +14,7 @@ from hybridsched.core.replica_values import (
     Drain,
     Fleet,
     LostGpu,
+    Move,
     Phase,
     Result,
     Seen,
@@ -51,6 +52,7 @@ class Cluster(RuleBasedStateMachine):
         self.lost: tuple[LostGpu, ...] = ()
         self.drained: set[str] = set()
         self.drains: list[int] = []
+        self.moves: tuple[Move, ...] = ()
         self.most = 0
 
     def live(self) -> list[SeenJob]:
@@ -60,7 +62,12 @@ class Cluster(RuleBasedStateMachine):
         self.submissions += 1
         number = self.submissions
         self.jobs[number] = SeenJob(
-            job=number, group=act.group, token=act.token, spec=act.spec, phase=Phase.PENDING
+            job=number,
+            group=act.group,
+            token=act.token,
+            spec=act.spec,
+            phase=Phase.PENDING,
+            excluded=act.excluded,
         )
         return number
 
@@ -84,6 +91,7 @@ class Cluster(RuleBasedStateMachine):
             at_ms=self.now,
             jobs=tuple(self.jobs.values()),
             lost=self.lost,
+            moves=self.moves,
             drained=tuple(sorted(self.drained)),
         )
         before = self.fleet
@@ -137,7 +145,8 @@ class Cluster(RuleBasedStateMachine):
             match change.split()[0]:
                 case "begin" if not running:
                     ends = self.now + (left if which % 2 else LIMIT_MS)
-                    self.change(job.job, phase=Phase.RUNNING, serving=which > 3, ends_ms=ends)
+                    where = next(node for node in ("n1", "n2", "n3") if node not in job.excluded)
+                    self.change(job.job, phase=Phase.RUNNING, serving=which > 3, ends_ms=ends, nodes=(where,))
                 case "serve" if running:
                     self.change(job.job, serving=True)
                 case "silent" if running:
@@ -156,6 +165,10 @@ class Cluster(RuleBasedStateMachine):
         elif change == "mend":
             self.drained.discard(node)
 
+    @rule(count=st.integers(0, 3), node=st.sampled_from(["n1", "n2"]))
+    def a_host_wants_to_leave(self, count: int, node: str) -> None:
+        self.moves = (Move(group="m", count=count, nodes=(node,)),) if count else ()
+
     @invariant()
     def never_too_many(self) -> None:
         if hasattr(self, "jobs"):
@@ -172,6 +185,7 @@ class Cluster(RuleBasedStateMachine):
         if not hasattr(self, "jobs"):
             return
         self.policy = msgspec.structs.replace(self.policy, max_drained_nodes=100)
+        self.moves = ()
         for _ in range(700):
             for job in self.live():
                 ends = self.now + LIMIT_MS if job.ends_ms is None else job.ends_ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +52,9 @@ class StepEngine:
         """Prompt tokens computed in each step."""
         self.poison: int | None = None
         """A prompt that begins with this token kills the engine."""
+        self.fault: Callable[[str, dict[str, Any]], Completion | None] = lambda path, body: None
+        """Looked at for each request: what it answers instead, or raises."""
+        self.models: tuple[str, ...] = ("m",)
         self.deaf = False
         """Aborts are taken and not carried out."""
         self.alive = True
@@ -62,7 +65,7 @@ class StepEngine:
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
-            models=("m",), max_model_len=self.max_model_len, kv_tokens=100_000, block_size=BLOCK
+            models=self.models, max_model_len=self.max_model_len, kv_tokens=100_000, block_size=BLOCK
         )
 
     async def healthy(self) -> bool:
@@ -78,6 +81,8 @@ class StepEngine:
         self.sent.append((request_id, path, data))
         if not self.alive:
             raise EngineError("no engine", code="engine_unreachable", retryable=True)
+        if (instead := self.fault(path, data)) is not None:
+            return instead
         if data.get("temperature") == 99:
             return Completion(status=400, body={"error": {"message": "too hot", "type": "BadRequestError"}})
         if path == "/v1/embeddings":

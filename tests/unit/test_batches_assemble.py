@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridsched.batches.assemble import Assembler
-from hybridsched.batches.files import DiskFullError, OutputChangedError
-from hybridsched.batches.journal import RECOVERED, ChunkJournal, journal_paths
+from hybridsched.batches.errors import DiskFullError, OutputChangedError
+from hybridsched.batches.journal import RECOVERED, ChunkJournal, FinalsInOrder, journals
 from hybridsched.batches.verify import check_files
 from hybridsched.batches.work import WorkFolder
 from tests.batch_kit import (
@@ -55,9 +55,27 @@ def test_output_follows_input_order_as_chunks_finish_out_of_order(tmp_path: Path
     assert progress.at_end
     assert (progress.done, progress.failed) == (8, 2)
     check_complete(source, work, ids)
-    assert journal_paths(work.path) == []
+    assert journals(work.folder) == []
     work.remove()
     assert not work.path.exists()
+
+
+def test_what_has_piled_up_is_not_held_in_memory_at_once(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    write_input(source, 60, bad=BAD)
+    work = start(source)
+    spans = cut_all(work, 3)
+    for number, span in enumerate(spans[1:], 1):  # the first chunk has not run
+        run_chunk(work, number, 1, span)
+    held = FinalsInOrder(work.folder)
+    most, found = 0, 0
+    for line in range(1, spans[-1].next_line):
+        found += held.take(line) is not None
+        most = max(most, len(held._finals))
+    assert (found, most) == (57, 2)
+    progress = Assembler(work).close_out("batch_cancelled", "it was cancelled")
+    assert (progress.done, progress.failed, progress.cut) == (56, 4, 2)
+    work.close()
 
 
 def test_record_format(tmp_path: Path) -> None:
@@ -197,7 +215,7 @@ def test_a_worker_that_lost_its_lease_cannot_disturb(tmp_path: Path) -> None:
     from hybridsched.batches.validate import BatchLine, read_span
 
     with work.open_input() as file:
-        first = next(read_span(file, span.start, span.end, span.first_line, {}))
+        first = next(read_span(file, span.read_from, span.end, span.first_line, {}))
     assert isinstance(first, BatchLine)
     stale.finish(first.line, answer(work, first, "late"))
     assert Assembler(work).advance().at_end

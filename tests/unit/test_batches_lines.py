@@ -121,7 +121,7 @@ def test_a_line_longer_than_the_limit_is_skipped_and_the_next_is_read(size: int,
         (b'{"custom_id": "\xc3\x28"}', "not_utf8", None),
         (line(body={"prompt": "\ud800"}), "invalid_json", "a"),
         (line(custom_id="\ud800"), "invalid_json", None),
-        (b"[" * 100_000, "invalid_json", None),
+        (b"[" * 100_000, "nested_too_deep", None),
         (b'"text"', "not_an_object", None),
         (b"{}", "missing_field", None),
         (line(body={"t": float("inf")}), "invalid_json", "a"),
@@ -133,6 +133,23 @@ def test_bad_lines(data: bytes, code: str, custom_id: str | None) -> None:
     assert (found.code, found.custom_id) == (code, custom_id)
     assert found.message.startswith("line 1: ")
     assert len(found.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"custom_id": "a", "body": {"x": NaN}}', "(NaN is no JSON)"),
+        (b'{"custom_id": "a", "body": {"x": -Infinity}}', "(-Infinity is no JSON)"),
+        (b'{"custom_id": "a", "body": {"x": "\\ud83d!"}}', "(the lone surrogate \\ud83d is no JSON)"),
+        # Both count from 1: the T of True is the seventh byte, and so is the bad one.
+        (b'{"a": True}', "(byte 7)"),
+        (b'{"a":"\xff"}', "byte 7 (0xff)"),
+    ],
+)
+def test_what_is_no_json_is_named_and_bytes_count_from_one(data: bytes, says: str) -> None:
+    bad = verdict(data)
+    assert isinstance(bad, LineError)
+    assert says in bad.message
 
 
 def test_a_long_value_is_not_copied_into_the_message() -> None:

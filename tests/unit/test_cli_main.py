@@ -76,12 +76,12 @@ def test_unknown_command_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["worker", "policy", "--redis", "http://x"], 1, "redis://"),
+        (["worker", "policy", "--redis", "http://x"], 2, "redis://"),
         (["worker", "policy", "--redis", "redis://127.0.0.1:1"], 1, "127.0.0.1:1"),
         (["worker", "online", "--replica", "r 0", "--model", "m", "--engine", "http://h:1"], 2, "not a name"),
         (["worker", "online", "--replica", "r0", "--model", "m", "--engine", "h:1"], 2, "http://HOST:PORT"),
         (["worker", "policy", "--pool", "{x}"], 2, "not a name"),
-        (["batch", "submit", "/no/such/file.jsonl", "--redis", "redis://127.0.0.1:1"], 1, "no/such/file"),
+        (["batch", "submit", "/no/such/file.jsonl", "--redis", "redis://127.0.0.1:1"], 2, "no/such/file"),
         (["demo", "--trace", "/no/such/trace.csv"], 2, "no/such/trace"),
         (["demo", "--batch", "/no/such/batch.jsonl"], 2, "no/such/batch"),
         (["demo", "--policy", "nope"], 2, "idle-window"),

@@ -86,9 +86,50 @@ def test_a_stream_asks_the_engine_for_its_usage() -> None:
 def test_a_request_without_a_model_or_time_is_refused() -> None:
     with pytest.raises(ValueError, match="names no model"):
         build({"prompt": [1]})
-    for timeout_s in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="timeout_s"):
-            build({"prompt": [1]}, model="m", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    "timeout_s", [0, 0.0, -1.0, float("nan"), float("inf"), 1e300, 10**400, "20", None, True, [5], 604_801]
+)
+def test_a_timeout_that_cannot_be_waited_for_is_refused_with_what_is_allowed(timeout_s: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"timeout_s is .*; give seconds as a number above 0 and at most 604800"
+    ):
+        build({"prompt": [1]}, model="m", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("path", [None, 5, "", "v1/completions", "/v1/\ud800", "/a\nb", b"/v1"])
+def test_a_path_that_cannot_be_sent_is_refused(path: Any) -> None:
+    with pytest.raises(ValueError, match=r"path is .*; give one like"):
+        build({"prompt": [1]}, model="m", path=path)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"prompt": "\ud800"}, "surrogates"),
+        ({"prompt": [1], "extra": object()}, "object is unsupported"),
+        ({"prompt": [1], b"a": 1.5, ("b",): 2}, "written as JSON"),
+    ],
+)
+def test_a_body_that_is_no_json_is_refused(body: dict[Any, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        build(body, model="m")
+
+
+def test_a_body_that_is_nested_without_end_is_refused() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    for name in ("prompt", "messages", "extra"):
+        with pytest.raises(ValueError, match="nested too deep"):
+            build({name: nested}, model="m")
+
+
+def test_an_answer_that_is_no_json_is_the_engines_fault() -> None:
+    with pytest.raises(Failed, match="no JSON") as caught:
+        to_reply("x", End(status=EndStatus.OK, body=msgspec.Raw(b"[" * 100_000)))
+    assert caught.value.code == "engine_bad_answer"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from hybridsched.client.waiting import Waiter
 from hybridsched.store.online_values import End, EndStatus
@@ -65,7 +66,55 @@ async def test_wait_returns_at_once_when_something_came_before() -> None:
     await waiter.wait()
 
 
-def test_foreign_entries_of_a_reply_stream_are_ignored() -> None:
+def test_entries_of_a_reply_stream_that_name_no_request_are_ignored() -> None:
     assert parse([b"hello", b"world"]) is None
-    assert parse([b"id", b"x", b"attempt", b"1", b"end", b"not json"]) is None
-    assert parse([b"id", b"x", b"attempt", b"1"]) is None
+    assert parse([b"id", b"x", b"attempt", b"many"]) is None
+    assert parse([b"id", b"\xff", b"attempt", b"1", b"end", b"{}"]) is None
+    assert parse([b"odd"]) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [b"end", b"not json"],
+        [b"end", b'{"status":"fine"}'],
+        [b"end", b'{"status":"ok","body":' + b"[" * 100_000],
+        [b"end", b'{"status":"ok"}', b"groups", b"x"],
+        [b"n", b"one", b"tok", b"[]"],
+        [],
+    ],
+    ids=lambda fields: repr(fields)[:40],
+)
+def test_an_entry_that_cannot_be_read_ends_the_request_that_it_names(fields: list[bytes]) -> None:
+    entry = parse([b"id", b"x", b"attempt", b"1", *fields])
+    assert isinstance(entry, Ended)
+    assert (entry.id, entry.end.status, entry.end.code) == ("x", EndStatus.FAILED, "engine_bad_answer")
+
+
+@pytest.mark.parametrize("tok", [b"garbage", b"[", b'{"n":1}', b"[" * 100_000, b"\xff", b"[1,]"])
+async def test_a_group_that_is_no_json_ends_its_request(tok: bytes) -> None:
+    waiter = Waiter(stream=True)
+    waiter.take(Group("x", 1, 1, msgspec.Raw(tok)))
+    assert waiter.end is not None
+    assert (waiter.end.status, waiter.end.code) == (EndStatus.FAILED, "engine_bad_answer")
+    await waiter.wait()
+
+
+@pytest.mark.parametrize(
+    ("groups", "end", "code"),
+    [
+        (1, End(status=EndStatus.OK, finish_reason="stop"), None),
+        (1, End(status=EndStatus.OK, usage={"completion_tokens": 1}), None),
+        (2, End(status=EndStatus.OK, finish_reason="stop"), "stream_gap"),
+        (1, End(status=EndStatus.OK), "engine_bad_answer"),
+        (2, End.expired(), "deadline_exceeded"),
+    ],
+)
+async def test_a_stream_is_whole_only_with_all_its_groups_and_a_proper_end(
+    groups: int, end: End, code: str | None
+) -> None:
+    waiter = Waiter(stream=True)
+    waiter.take(group(1))
+    waiter.take(Ended("x", 1, end, groups))
+    assert waiter.end is not None
+    assert waiter.end.code == code

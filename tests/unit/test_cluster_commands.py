@@ -92,7 +92,9 @@ async def test_a_controller_that_hangs_is_a_timeout(path: Path) -> None:
     assert error.value.code == "timeout"
 
 
-async def test_json_that_cannot_be_had_is_replaced_by_text(path: Path) -> None:
+async def test_json_that_cannot_be_had_is_replaced_by_text(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = 'echo "$*" >> "$0.calls"\n'
     program(path, "scontrol", 'echo "slurm-wlm 22.05.8"\n')
     told = (DATA / "22.05" / "squeue_marked.txt").as_posix()
@@ -109,7 +111,37 @@ async def test_json_that_cannot_be_had_is_replaced_by_text(path: Path) -> None:
     assert [j.id for j in first] == [2, 1]
     await made.jobs(ids=[1])
     calls = (path / "squeue.calls").read_text()
-    assert calls.count("--json") == 1, "it is tried once"
+    assert calls.count("--json") == 1, "it is not tried at every look"
+    monkeypatch.setattr("hybridsched.cluster.commands.JSON_AGAIN_S", 0.0)
+    again = cluster(path)
+    await again.jobs(ids=[1])
+    await again.jobs(ids=[1])
+    calls = (path / "squeue.calls").read_text()
+    assert calls.count("--json") == 3, "it is not given up for ever"
+
+
+async def test_a_name_that_is_no_utf_8_costs_nothing(path: Path) -> None:
+    """`sbatch -J $'bad\\xff'` by any user in any partition."""
+    raw = (DATA / "22.05" / "squeue.json").read_bytes()
+    head, jobs_of_it = raw.split(b'"jobs"')
+    bad = head + b'"jobs"' + jobs_of_it.replace(b'"name": "', b'"name": "bad\xff', 1)
+    assert b"\xff" in bad
+    (path / "bad.json").write_bytes(bad)
+    program(path, "scontrol", 'echo "slurm-wlm 22.05.8"\n')
+    program(path, "squeue", f'case "$*" in *--json*) cat {path}/bad.json;; *) exit 1;; esac\n')
+    jobs = await cluster(path).jobs()
+    assert any(j.name.startswith("bad\ufffd") for j in jobs)
+    assert all(j.restarts is not None for j in jobs)
+
+
+async def test_a_command_that_cannot_be_started_is_unreachable(tmp_path: Path) -> None:
+    """It is being installed, or this process has too many files open."""
+    (tmp_path / "scontrol").write_bytes(b"\x7fELF")
+    (tmp_path / "scontrol").chmod(0o755)
+    with pytest.raises(ClusterError) as error:
+        await run([str(tmp_path / "scontrol")], timeout_s=1, environment={})
+    assert (error.value.code, error.value.retryable) == ("unreachable", True)
+    assert "Exec format error" in str(error.value)
 
 
 async def test_later_versions_are_read_as_json(path: Path) -> None:

@@ -73,8 +73,8 @@ def test_gres_that_is_none(said: str) -> None:
 
 def test_the_other_gres_are_repeated_unchanged() -> None:
     gres = parse_gres("gpu:a100:2,hsfill:1,gpu:1g.10gb:7(S:0),shard:8")
-    assert with_count(gres, "hsfill", 3) == "gpu:a100:2,gpu:1g.10gb:7,shard:8,hsfill:3"
-    assert with_count(parse_gres("gpu:4"), "hsfill", 0) == "gpu:4,hsfill:0"
+    assert with_count(gres, "hsfill", 3) == "gpu:a100:2,gpu:1g.10gb:7,shard:8,hsfill:no_consume:3"
+    assert with_count(parse_gres("gpu:4"), "hsfill", 0) == "gpu:4,hsfill:no_consume:0"
     assert (total(gres, "gpu"), total(gres, "gpu", "a100"), total(gres, "nosuch")) == (9, 2, 0)
 
 
@@ -135,6 +135,10 @@ def test_words_of_jobs() -> None:
     assert leaving.leaving
     assert not leaving.running
     assert not leaving.ended
+    for flag in ("CONFIGURING", "RESIZING", "SIGNALING"):
+        assert Job(id=1, state=flag).running
+    # `scancel -s STOP`: 22.05 shows the flag in place of RUNNING.
+    assert Job(id=1, state="STOPPED").suspended
     with pytest.raises(ClusterError):
         job_state([])
     assert single_host("n1")
@@ -187,6 +191,8 @@ def test_jobs_of_2605() -> None:
     assert (again.name, again.comment) == ("a name with = and spaces", "batch=b1 State=x")
     assert again.gres == (Gres(name="hsfill"),)
     assert again.start_ms is None
+    assert (again.submit_ms, again.begin_ms) == (1_795_997_641_000, 1_795_997_648_000)
+    assert found[3][0].begin_ms is None
     assert (found[2][0].array_job, found[2][0].array_waiting) == (2, "1-3%1")
     assert (found[7][0].array_job, found[7][0].array_task, found[7][1]) == (2, 0, "n1")
     assert found[3][0].held
@@ -264,8 +270,10 @@ def test_jobs_as_text_cannot_be_forged() -> None:
         "0-3%1",
         95_400_000,
     )
+    assert found[2][0].excluded == ("n[3-4]",)
     assert found[3][0].running
     assert found[3][1] == "n[1-2]"
+    assert (found[3][0].excluded, found[3][0].required) == ((), ())
     assert found[3][0].restarts is None
     for number, (job, _) in jobs("22.05", "squeue_multi.json").items():
         same = found[number][0]
@@ -279,7 +287,7 @@ def test_jobs_as_text_cannot_be_forged() -> None:
     for broken in (
         "slurm_load_jobs error\n",
         "MARK|1|1|N/A|pMARKcMARKnMARK",
-        "MARK|" + "x|" * 14 + "MARKcMARKnMARK",
+        "MARK|" + "x|" * 16 + "MARKcMARKnMARK",
     ):
         with pytest.raises(ClusterError):
             parse_text.parse_jobs(broken, "MARK")
@@ -352,6 +360,7 @@ def test_numbers() -> None:
         ("slurm_update error: Invalid user id", "denied", False),
         ("Unable to contact slurm controller (connect failure)", "unreachable", True),
         ("Zero Bytes were transmitted or received", "unreachable", True),
+        ("scontrol: fatal: Unable to process configuration file", "unreachable", True),
         ("scontrol: unrecognized option '--json'", "missing", False),
         ("Slurm temporarily unable to accept job, sleeping and retrying", "refused", True),
         ("Job is pending execution for job 3", "refused", False),

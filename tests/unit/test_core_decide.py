@@ -7,7 +7,14 @@ import pytest
 
 from hybridsched.core.decide import decide
 from hybridsched.core.policies import REGISTRY
-from hybridsched.core.policy import Autonomy, IdlePolicy, PolicyKind, PoolPolicy
+from hybridsched.core.policy import (
+    Autonomy,
+    EnginePolicy,
+    IdlePolicy,
+    OfflinePolicy,
+    PolicyKind,
+    PoolPolicy,
+)
 from hybridsched.core.reasons import Reason
 from hybridsched.core.values import (
     UNKNOWN,
@@ -109,14 +116,17 @@ REPLICA_SIGNALS = {
     "kv_use": (Reason.METRIC_MISSING, Reason.METRIC_STALE),
     "frozen_ms": (Reason.METRIC_MISSING, Reason.METRIC_STALE),
 }
-OPTIONAL_REPLICA_SIGNALS = {"ttft_p99_ms", "tpot_p99_ms", "gpu_activity"}
+OPTIONAL_REPLICA_SIGNALS = {
+    *("ttft_p99_ms", "tpot_p99_ms", "gpu_activity"),
+    *("online_load", "online_ttft_ms", "online_tpot_ms"),
+}
 LANE_SIGNALS = {
     "offline_inflight": (Reason.TELEMETRY_MISSING, Reason.TELEMETRY_STALE),
     "work": (Reason.NO_WORK, Reason.NO_WORK),
 }
 OPTIONAL_LANE_SIGNALS = {"offline_peak", "tokens_per_s", "waiting_jobs"}
 QUEUE_SIGNALS = {"depth": (Reason.QUEUE_UNKNOWN, Reason.QUEUE_UNKNOWN)}
-OPTIONAL_QUEUE_SIGNALS = {"oldest_wait_ms"}
+OPTIONAL_QUEUE_SIGNALS = {"oldest_wait_ms", "burst_requests", "burst_tokens"}
 
 UNUSABLE = {
     "missing": (UNKNOWN, 0),
@@ -202,13 +212,19 @@ def test_a_replica_or_queue_that_is_not_there_closes() -> None:
 
 def test_an_engine_that_fails_its_health_check_closes() -> None:
     assert one(snap(replicas=(replica(engine_healthy=sig(0)),))).reason is Reason.ENGINE_UNHEALTHY
+    wrong = replica(engine_healthy=sig(0), engine_fault="engine_wrong_model")
+    assert one(snap(replicas=(wrong,))).reason is Reason.ENGINE_WRONG_MODEL
+    odd = replica(engine_healthy=sig(0), engine_fault="idle")
+    assert one(snap(replicas=(odd,))).reason is Reason.ENGINE_UNHEALTHY
 
 
-def test_counters_that_stand_still_close_only_while_the_engine_holds_requests() -> None:
+def test_counters_that_stand_still_close_whatever_the_gauges_show() -> None:
     still = {"frozen_ms": sig(3000)}
     held = replica(engine_running=sig(4), **still)
     assert one(snap(replicas=(held,), lanes=(lane(offline_inflight=sig(4)),))).reason is Reason.METRIC_FROZEN
-    assert one(snap(replicas=(replica(**still),))).state is GateState.OPEN
+    assert one(snap(replicas=(replica(**still),))).reason is Reason.METRIC_FROZEN, (
+        "in doubt after the work left"
+    )
     hidden = lane(offline_inflight=sig(4))
     assert one(snap(replicas=(replica(**still),), lanes=(hidden,))).reason is Reason.METRIC_FROZEN
     moving = replica(engine_running=sig(4), frozen_ms=sig(2999))
@@ -337,6 +353,17 @@ class TestHolds:
         assert one(snap(holds=holds)).state is GateState.OPEN
         assert one(snap(holds=(self.hold("r0", until_ms=NOW + 1),))).reason is Reason.HELD
 
+    def test_a_lane_is_held_while_any_of_several_stands_and_the_last_to_end_is_named(self) -> None:
+        short = Hold(lane="", by="you", why="quick test", until_ms=NOW + 3000, id="b")
+        long = Hold(lane="r0", by="me", why="GPU repair, do not open", id="a")
+        for holds in ((short, long), (long, short)):
+            decision = one(snap(holds=holds))
+            assert decision.reason is Reason.HELD
+            assert (decision.numbers["hold"], decision.numbers["holds"]) == ("a", 2)
+            assert decision.numbers["until_ms"] is None
+        ended = change(short, until_ms=NOW)
+        assert one(snap(holds=(ended, long))).reason is Reason.HELD
+
 
 class TestFloor:
     def pool(self, count: int, open_lanes: tuple[int, ...] = ()) -> Snapshot:
@@ -448,3 +475,67 @@ def test_the_grace_of_the_policy_goes_with_every_decision() -> None:
     policy = change(POLICY, pause=change(POLICY.pause, grace_ms=40.0))
     assert one(snap(), policy).grace_ms == 40
     assert one(snap(replicas=()), policy).grace_ms == 40
+
+
+NOTHING_TO_RUN = lane(work=sig(0))
+NO_WORKER = LaneView(lane="r0", replica="r0")
+
+
+@pytest.mark.parametrize("idle_lane", [NOTHING_TO_RUN, NO_WORKER], ids=["nothing to run", "no worker"])
+@pytest.mark.parametrize(
+    ("replicas", "reason"),
+    [
+        ((), Reason.TELEMETRY_MISSING),
+        ((replica(online_inflight=sig(0, 60_000)),), Reason.TELEMETRY_STALE),
+        ((replica(engine_healthy=sig(0)),), Reason.ENGINE_UNHEALTHY),
+        ((replica(kv_use=UNKNOWN),), Reason.METRIC_MISSING),
+        ((replica(engine_running=sig(2), frozen_ms=sig(60_000)),), Reason.METRIC_FROZEN),
+        ((replica(engine_running=sig(2)),), Reason.FOREIGN_LOAD),
+        ((replica(online_inflight=sig(1)),), Reason.ONLINE_ACTIVE),
+        ((replica(),), Reason.NO_WORK),
+    ],
+)
+def test_want_of_work_hides_nothing_that_an_operator_must_act_on(
+    idle_lane: LaneView, replicas: tuple[ReplicaView, ...], reason: Reason
+) -> None:
+    decision = one(snap(replicas=replicas, lanes=(idle_lane,)))
+    assert (decision.state, decision.reason) == (GateState.CLOSED, reason)
+
+
+def test_without_work_the_end_of_the_window_brings_no_cycle_forward() -> None:
+    busy_just_now = (replica(online_idle_ms=sig(10)),)
+    waiting = one(snap(replicas=busy_just_now))
+    assert (waiting.reason, waiting.check_in_ms) == (Reason.IDLE_WINDOW, 120)
+    workless = one(snap(replicas=busy_just_now, lanes=(NOTHING_TO_RUN,)))
+    assert (workless.reason, workless.check_in_ms) == (Reason.IDLE_WINDOW, None)
+
+
+def test_an_unknown_epoch_closes_its_lane_alone() -> None:
+    lanes = (lane(epoch=None), lane("r1"))
+    spoilt, good = decide(snap(replicas=(replica(), replica("r1")), lanes=lanes), POLICY)
+    assert (spoilt.state, spoilt.reason) == (GateState.CLOSED, Reason.EPOCH_UNKNOWN)
+    assert good.state is GateState.OPEN
+
+
+def test_what_runs_in_an_engine_of_the_lanes_own_is_not_in_the_replicas() -> None:
+    """The engine's gauges show online and foreign requests alone, whatever the lane has in flight."""
+    busy = {"offline_inflight": sig(5), "offline_peak": sig(5), "gate": open_gate()}
+    foreign = replica(engine_running=sig(2))
+    shared = one(snap(replicas=(foreign,), lanes=(lane(**busy),)))
+    assert shared.state is GateState.OPEN
+    own = one(snap(replicas=(foreign,), lanes=(lane(own=True, **busy),)))
+    assert (own.state, own.reason) == (GateState.CLOSED, Reason.FOREIGN_LOAD)
+    alone = one(snap(lanes=(lane(own=True, **busy),)))
+    assert alone.state is GateState.OPEN
+
+
+def test_an_engine_of_the_lanes_own_keeps_no_slot_for_online_and_has_a_cache_of_its_own() -> None:
+    policy = change(
+        POLICY,
+        offline=OfflinePolicy(max_inflight=64, slots_for_online=50, kv_share=0.5),
+        engine=EnginePolicy(max_num_seqs=60),
+    )
+    full = replica(kv_use=sig(0.9))
+    assert one(snap(replicas=(full,)), policy).reason is Reason.NO_ROOM
+    own = one(snap(replicas=(full,), lanes=(lane(own=True),)), policy)
+    assert (own.state, own.budget.max_inflight) == (GateState.OPEN, 60)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hybridsched.core.fill import (
+from hybridsched.core.fill import answered, offered, plan
+from hybridsched.core.fill_values import (
     LOST_MS,
     FillJob,
     FillLane,
@@ -17,8 +18,6 @@ from hybridsched.core.fill import (
     RequeueJob,
     RequeueWhy,
     SetFill,
-    answered,
-    plan,
 )
 from hybridsched.core.policy import SlurmPolicy
 
@@ -97,11 +96,18 @@ def test_a_node_without_lanes_admits_nothing() -> None:
     assert counts(FillState(), view(node(4))) == {"n1": (0, FillWhy.LANES_CLOSED)}
 
 
-def test_a_job_keeps_its_place_beside_an_open_lane() -> None:
+def test_a_lane_that_a_job_has_is_not_offered() -> None:
+    seen = view(node(3), opened("a"), opened("b"), opened("c"), job(1, "a"), job(2, "b"))
+    assert counts(settled(n1=3), seen) == {"n1": (1, FillWhy.LANES_OPEN)}
+    taken = view(node(1), opened("a"), job(1, "a"))
+    assert counts(settled(n1=1), taken) == {"n1": (0, FillWhy.LANES_TAKEN)}
+
+
+def test_a_job_keeps_its_lane_while_it_is_closed() -> None:
     kept = job(1, "b")
-    assert counts(settled(n1=1), view(node(1), opened("a"), closed("b", 30_000), kept)) == {
-        "n1": (2, FillWhy.LANES_OPEN)
-    }
+    assert counts(settled(n1=1), view(node(1), opened("a"), closed("b", 30_000), kept)) == {}
+    back = view(node(1), opened("a"), opened("b"), kept)
+    assert counts(settled(n1=1), back) == {}, "b opens for its own job"
 
 
 def test_with_every_gate_closed_nothing_starts_in_a_job_s_place() -> None:
@@ -110,21 +116,47 @@ def test_with_every_gate_closed_nothing_starts_in_a_job_s_place() -> None:
     }
 
 
-def test_a_job_without_a_lane_takes_an_open_one() -> None:
-    assert counts(settled(n1=1), view(node(1), opened("a"), closed("b", 9e6), job(1, None))) == {}
-
-
-def test_jobs_beyond_the_lanes_raise_nothing() -> None:
-    jobs = [job(i, None) for i in range(4)]
-    assert counts(settled(n1=4), view(node(4), opened("a"), closed("b", 9e6), *jobs)) == {
-        "n1": (2, FillWhy.LANES_OPEN)
+def test_a_job_without_a_lane_is_about_to_take_an_open_one() -> None:
+    starting = job(1, None, ran=0)
+    assert counts(settled(n1=1), view(node(1), opened("a"), closed("b", 9e6), starting)) == {
+        "n1": (0, FillWhy.LANES_TAKEN)
     }
+    assert counts(settled(n1=1), view(node(1), opened("a"), opened("b"), starting)) == {}
+    orphan = job(1, "gone")
+    assert counts(settled(n1=1), view(node(1), opened("a"), orphan)) == {"n1": (0, FillWhy.LANES_TAKEN)}
+
+
+def test_more_jobs_than_free_lanes_offer_nothing() -> None:
+    jobs = [job(i, None, ran=0) for i in range(4)]
+    assert counts(settled(n1=4), view(node(4), opened("a"), opened("b"), *jobs)) == {
+        "n1": (0, FillWhy.LANES_TAKEN)
+    }
+
+
+def test_a_job_that_is_being_ended_has_its_lane_until_it_is_gone() -> None:
+    going = job(1, "a", leaving=True)
+    assert counts(settled(n1=0), view(node(0), opened("a"), going)) == {}
+    assert counts(settled(n1=0), view(node(0), opened("a"), opened("b"), going)) == {
+        "n1": (1, FillWhy.LANES_OPEN)
+    }
+    nowhere = job(1, None, leaving=True)
+    assert counts(settled(n1=0), view(node(0), opened("a"), nowhere)) == {"n1": (1, FillWhy.LANES_OPEN)}
 
 
 def test_a_burst_does_not_lower_the_count() -> None:
     assert counts(settled(n1=1), view(node(1), closed("a", 1_999))) == {}
     assert counts(settled(n1=1), view(node(1), closed("a", 2_000))) == {"n1": (0, FillWhy.LANES_CLOSED)}
     assert counts(settled(n1=1), view(node(1), closed("a", None))) == {"n1": (0, FillWhy.LANES_CLOSED)}
+
+
+def test_a_job_that_comes_lowers_the_count_at_once_even_in_a_burst() -> None:
+    burst = (closed("a", 10), opened("b"))
+    assert counts(settled(n1=2), view(node(2), *burst)) == {}
+    assert counts(settled(n1=2), view(node(2), *burst, job(1, "a"))) == {"n1": (1, FillWhy.LANES_OPEN)}
+    assert counts(settled(n1=2), view(node(2), *burst, job(1, "b"))) == {"n1": (1, FillWhy.LANES_OPEN)}
+    assert counts(settled(n1=2), view(node(2), *burst, job(1, "b"), job(2, "a"))) == {
+        "n1": (0, FillWhy.LANES_TAKEN)
+    }
 
 
 def test_a_burst_raises_nothing_either() -> None:
@@ -209,8 +241,8 @@ def test_the_floor_is_left_to_online() -> None:
         "n1": (0, FillWhy.FLOOR),
         "n2": (0, FillWhy.FLOOR),
     }
-    with_job = [node(0), node(1, name="n2"), opened("a"), opened("c", "n2"), job(1, "c", name="n2")]
-    assert counts(settled(n2=1), view(*with_job, floor=1)) == {}, "a lane with a job on it goes first"
+    with_job = [node(0), node(0, name="n2"), opened("a"), opened("c", "n2"), job(1, "c", name="n2")]
+    assert counts(FillState(), view(*with_job, floor=1)) == {}, "a lane with a job on it goes first"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +252,7 @@ def test_the_floor_is_left_to_online() -> None:
         (closed("a", 59_999), {}),
         (closed("a", None), {}),
         (opened("a"), {}),
-        (closed("b", 9e6), {}),
+        (closed("b", 9e6), {}),  # its own lane has only now been seen to be gone
     ],
 )
 def test_the_last_rung_waits_for_its_time(lane: FillLane, expected: dict[int, RequeueWhy]) -> None:
@@ -252,6 +284,18 @@ def test_a_job_on_a_node_without_lanes_leaves_after_the_policys_time_of_that() -
     assert told == [(120_000, RequeueWhy.NO_LANE)]
 
 
+def test_a_job_whose_own_lane_has_gone_leaves_after_the_policys_time_of_that() -> None:
+    """Its replica died; the other lanes of the node say nothing about it."""
+    state, told = FillState(), []
+    looks = ((0, False), (59_000, False), (59_500, True), (60_000, False), (119_000, False), (120_000, False))
+    for after_ms, back in looks:
+        at = NOW + after_ms
+        lanes = (opened("b"), *((opened("a"),) if back else ()))
+        state, out = plan(state, view(node(1, seen=at), *lanes, job(1, "a"), now=at, seen=at), POLICY)
+        told += [(after_ms, i.why) for i in out if isinstance(i, RequeueJob)]
+    assert told == [(120_000, RequeueWhy.NO_LANE)]
+
+
 def test_nobody_is_requeued_on_an_old_reading_or_twice() -> None:
     things = (node(1), closed("a", 9e6), job(1, "a"))
     assert requeued(FillState(), view(*things, seen=None)) == {}
@@ -273,11 +317,11 @@ def test_nobody_is_requeued_on_an_old_reading_or_twice() -> None:
     assert gone.leaving == {}
 
 
-def test_a_job_that_leaves_frees_its_place_for_no_one() -> None:
-    things = (node(2), opened("a"), closed("b", 9e6), job(1, "a"), job(2, "b"))
-    state, out = plan(settled(n1=2), view(*things), POLICY)
+def test_a_job_that_is_told_to_leave_frees_its_place_for_no_one() -> None:
+    things = (node(1), opened("a"), closed("b", 9e6), job(1, "a"), job(2, "b"))
+    state, out = plan(settled(n1=1), view(*things), POLICY)
     assert bare(out) == (
-        SetFill(node="n1", count=1, why=FillWhy.LANES_OPEN),
+        SetFill(node="n1", count=0, why=FillWhy.LANES_TAKEN),
         RequeueJob(job=2, why=RequeueWhy.GATE_CLOSED),
     )
     assert list(state.leaving) == [2]
@@ -289,6 +333,66 @@ def test_counts_fall_before_others_rise() -> None:
     assert [i.node for i in out if isinstance(i, SetFill)] == ["n2", "n1"]
 
 
+def test_what_is_offered_is_the_free_open_lanes_of_all_nodes() -> None:
+    """Also beside jobs that keep closed lanes: who waits only for Slurm's time may start on it."""
+    seen = [opened("a"), closed("b", 30_000), closed("c", 30_000), job(1, "b"), job(2, "c")]
+    more = [node(2, name="n2"), opened("d", "n2"), opened("e", "n2")]
+    state, _ = plan(FillState(), view(node(0), *seen, *more), POLICY)
+    assert offered(state) == 3
+    state, _ = plan(state, view(node(0), closed("a", 9e6), *seen[1:], node(2, name="n2")), POLICY)
+    assert offered(state) == 0
+
+
 def test_state_goes_through_json() -> None:
     state, _ = plan(FillState(), view(node(1), closed("a", 9e6), job(1, "a")), POLICY)
     assert msgspec.json.decode(msgspec.json.encode(state), type=FillState) == state
+
+
+# -- models ---------------------------------------------------------------------------------------------
+
+
+def of(thing: FillLane | FillJob, model: str) -> FillLane | FillJob:
+    return msgspec.structs.replace(thing, model=model)
+
+
+def waiting(seen: FillView, *models: str | None) -> FillView:
+    return msgspec.structs.replace(seen, waiting=frozenset(models))
+
+
+def test_a_lane_counts_for_jobs_of_its_model_only() -> None:
+    """Slurm started a job of `big` on n1, where the lane of `tiny` stood open, and nothing moved any more."""
+    lanes = (of(opened("a"), "tiny"), of(opened("b", "n2"), "big"))
+    seen = view(node(), node(name="n2"), *lanes)
+    open_one = (1, FillWhy.LANES_OPEN)
+    assert counts(FillState(), waiting(seen, "big")) == {"n2": open_one}
+    assert counts(settled(n1=1), waiting(view(node(1), *lanes), "big")) == {"n1": (0, FillWhy.OTHER_MODEL)}
+    for everybody in ((), (None,), ("big", "tiny"), ("big", None)):
+        assert counts(FillState(), waiting(seen, *everybody)) == {"n1": open_one, "n2": open_one}
+
+
+def test_a_job_is_on_its_way_to_lanes_of_its_model_only() -> None:
+    seen = view(node(), of(opened("a"), "tiny"), of(opened("b"), "big"), of(job(1, None), "big"))
+    assert counts(FillState(), waiting(seen, "tiny", "big")) == {"n1": (1, FillWhy.LANES_OPEN)}
+    assert counts(settled(n1=1), waiting(msgspec.structs.replace(seen, nodes=(node(1),)), "big")) == {
+        "n1": (0, FillWhy.OTHER_MODEL)
+    }
+    stray = view(node(), of(opened("a"), "tiny"), of(job(1, None), "big"))
+    assert counts(FillState(), waiting(stray, "tiny")) == {"n1": (1, FillWhy.LANES_OPEN)}
+    unknown = view(node(1), of(opened("a"), "tiny"), job(1, None))
+    assert counts(settled(n1=1), waiting(unknown, "tiny")) == {"n1": (0, FillWhy.LANES_TAKEN)}
+
+
+def test_a_job_leaves_a_node_without_its_model_soon() -> None:
+    lost = view(of(opened("a"), "tiny"), of(job(1, None, ran=20_000), "big"))
+    state, out = plan(FillState(), lost, POLICY)
+    assert out == (), "seen for the first time"
+    later = msgspec.structs.replace(lost, now_ms=NOW + 10_000, jobs_seen_ms=NOW + 10_000)
+    assert requeued(state, later) == {1: RequeueWhy.WRONG_NODE}
+    there = msgspec.structs.replace(later, lanes=(*later.lanes, of(closed("b", 5.0), "big")))
+    assert requeued(state, there) == {}, "a lane of its model, closed as it is"
+    blind = msgspec.structs.replace(later, jobs_seen_ms=None)
+    assert requeued(state, blind) == {}
+    started = msgspec.structs.replace(later, jobs=(of(job(1, None, ran=-5_000), "big"),))
+    assert requeued(state, started) == {}, "another run, that has just begun"
+    for other in (job(1, None, ran=20_000), of(job(1, "a", ran=20_000), "big")):
+        assert requeued(state, msgspec.structs.replace(later, jobs=(other,))) == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 
@@ -206,7 +208,8 @@ def test_mistakes_of_the_caller_carry_the_story() -> None:
 
 
 def test_the_table_names_every_phase_and_event() -> None:
-    tags = {"gate_seen", "lease_over", "grace_over", "all_quiet", "stop"}
+    tags = {str(event.__struct_config__.tag) for event in get_args(Event)}
+    assert len(tags) == 12
     assert set(TRANSITIONS) == {(phase, tag) for phase in Phase for tag in tags}
 
 
@@ -223,3 +226,19 @@ def test_state_events_and_instructions_round_trip_through_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(out), type=list[Instruction]) == out
     event = GateSeen(gate=None, inflight=1)
     assert msgspec.json.decode(msgspec.json.encode(event), type=Event) == event
+
+
+def test_epochs_that_began_anew_do_not_keep_the_lane_closed() -> None:
+    """Redis was emptied: its epochs count from 0 again, and what it publishes is later than all before."""
+
+    def at(gate: Gate, at_ms: float) -> Gate:
+        return msgspec.structs.replace(gate, at_ms=at_ms)
+
+    before, _ = run(LaneState(lane="l"), GateSeen(gate=at(opened(6), 100)), GateSeen(gate=at(closed(7), 200)))
+    late, out = run(before, GateSeen(gate=at(opened(6), 150)))
+    assert (late.phase, out) == (Phase.CLOSED, []), "published before the close: still refused"
+    anew, out = run(late, GateSeen(gate=at(opened(0), 300)))
+    assert (anew.phase, anew.epoch, out) == (Phase.OPEN, 0, [Admit(budget=BUDGET, resumed=True)])
+    shut, _ = run(before, GateSeen(gate=at(closed(0), 300)))
+    _, out = run(shut, GateSeen(gate=at(opened(0), 300)))
+    assert out == [Admit(budget=BUDGET, resumed=True)], "a close tells of it as well"

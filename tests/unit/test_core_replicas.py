@@ -16,6 +16,7 @@ from hybridsched.core.replica_values import (
     Fleet,
     Instruction,
     LostGpu,
+    Move,
     Phase,
     ReplicaTag,
     Result,
@@ -44,6 +45,7 @@ class Site:
         self.next = 1
         self.fate = "ok"
         self.lost: tuple[LostGpu, ...] = ()
+        self.moves: tuple[Move, ...] = ()
         self.drained: tuple[str, ...] = ()
 
     def set(self, **changes: Any) -> None:
@@ -53,7 +55,13 @@ class Site:
 
     def look(self, after: float = LOOK) -> list[Instruction]:
         self.now += after
-        seen = Seen(at_ms=self.now, jobs=tuple(self.jobs.values()), lost=self.lost, drained=self.drained)
+        seen = Seen(
+            at_ms=self.now,
+            jobs=tuple(self.jobs.values()),
+            lost=self.lost,
+            moves=self.moves,
+            drained=self.drained,
+        )
         before = self.fleet
         self.fleet, acts = step(before, seen, self.policy)
         assert step(before, seen, self.policy) == (self.fleet, acts)
@@ -69,7 +77,12 @@ class Site:
         if isinstance(act, Submit):
             number, self.next = self.next, self.next + 1
             self.jobs[number] = SeenJob(
-                job=number, group=act.group, token=act.token, spec=act.spec, phase=Phase.PENDING
+                job=number,
+                group=act.group,
+                token=act.token,
+                spec=act.spec,
+                phase=Phase.PENDING,
+                excluded=act.excluded,
             )
             return Result(at_ms=at_ms, ok=True, job=number)
         if isinstance(act, Stop | Cancel):
@@ -390,7 +403,7 @@ def test_a_drain_that_failed_is_asked_again() -> None:
     assert kinds(site.look(ACT_AGAIN_MS)) == ["Drain"]
 
 
-@pytest.mark.parametrize(("count", "surge", "least"), [(1, 1, 180), (4, 1, 450), (4, 4, 180), (0, 1, 180)])
+@pytest.mark.parametrize(("count", "surge", "least"), [(1, 1, 300), (4, 1, 450), (4, 4, 300), (0, 1, 300)])
 def test_the_shortest_time_limit(count: int, surge: int, least: int) -> None:
     wanted = ReplicasPolicy(model="m", count=count, surge=surge, warm_ms=30_000.0)
     assert shortest_limit_s(wanted, SlurmPolicy()) == least

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridsched.cluster.values import Job
-from hybridsched.demo.slurm_jobs import Timeline, over
+import pytest
+
+from hybridsched.cluster.fake import FakeCluster
+from hybridsched.cluster.values import ClusterError, Job, JobSpec
+from hybridsched.demo.slurm_jobs import Timeline, over, tell_to_leave
 
 
 def job(state: str, *flags: str, restarts: int = 0, **more: Any) -> Job:
@@ -82,3 +85,20 @@ def test_over_means_that_nothing_waits_or_is_being_ended() -> None:
     assert over([job("COMPLETED"), job("CANCELLED")])
     assert not over([job("COMPLETED"), job("PENDING")])
     assert not over([job("CANCELLED", "COMPLETING")])
+
+
+async def test_a_job_that_ended_since_slurm_was_read_needs_no_telling() -> None:
+    """The end of a demo failed over a replica that had ended by itself a moment before."""
+    cluster = FakeCluster()
+    number = await cluster.submit(JobSpec(name="r", script="#!/bin/bash", partition="online"))
+    await cluster.cancel(number)
+    with pytest.raises(ClusterError) as error:
+        await cluster.signal(number, "USR2")
+    assert error.value.code == "not_found"
+    await tell_to_leave(cluster, number)
+
+
+async def test_a_job_that_cannot_be_told_is_an_error() -> None:
+    cluster = FakeCluster()
+    with pytest.raises(ClusterError):
+        await tell_to_leave(cluster, -1)

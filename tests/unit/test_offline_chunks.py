@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from hybridsched.batches.cut import ChunkSpan, Cursor, cut_chunk
-from hybridsched.batches.files import Disk, DiskFullError
+from hybridsched.batches.errors import DiskFullError
+from hybridsched.batches.files import Disk
 from hybridsched.batches.journal import read_chunk
 from hybridsched.batches.layout import plan_files
 from hybridsched.batches.work import WorkFolder
 from hybridsched.workers.offline_chunks import ChunkInHand
 from hybridsched.workers.offline_plan import Kept
 from hybridsched.workers.offline_run import LineResult
+from tests.batch_kit import start, write_input
 
 
 class FillingDisk(Disk):
@@ -73,7 +75,7 @@ def test_results_wait_for_space_and_none_is_lost(work: WorkFolder, disk: Filling
     assert settled
     chunk.seal()
     assert chunk.counts == (3, 1)
-    state = read_chunk(work.path, 0)
+    state = read_chunk(work.folder, 0)
     assert state.sealed
     assert {line: final.failed for line, final in state.finals.items()} == {
         1: False,
@@ -101,4 +103,18 @@ def test_tokens_of_a_paused_line_are_there_for_the_next_claim(work: WorkFolder) 
     assert again.runs[0].paused
     assert again.runs[1].kept is None
     again.close()
+    work.close()
+
+
+def test_a_file_that_begins_with_blank_lines_keeps_its_line_numbers(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    write_input(source, 2, blank=False)
+    source.write_text("\n\n" + source.read_text())
+    work = start(source)
+    with work.open_input() as file:
+        span = cut_chunk(file, Cursor(), max_tokens=10_000, max_lines=10)
+    assert span is not None
+    chunk = ChunkInHand.load(work, 0, 1, span, sequence=0)
+    assert [run.number for run in chunk.runs] == [3, 4]
+    chunk.close()
     work.close()

@@ -11,16 +11,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from hybridsched.core.orphans import request_id
 from hybridsched.core.values import Budget
-from hybridsched.engines.protocol import EngineError
+from hybridsched.engines.protocol import Completion, EngineError
 from hybridsched.workers.offline_lines import LineExecutor
 from hybridsched.workers.offline_run import LineResult, LineRun
 from hybridsched.workers.offline_wire import LineSettings
 from tests.helpers import await_until
-from tests.unit.step_engine import StepEngine, chat_ids, next_token, text_of
+from tests.unit.step_engine import Request, StepEngine, chat_ids, next_token, text_of
 
 BUDGET = Budget(max_inflight=8, chunk_tokens=10_000, slice_tokens=0)
-FAST = LineSettings(abort_bound_s=0.1, abort_repeat_s=0.01, busy_wait_s=0.01, line_timeout_s=20, young_s=0.0)
+FAST = LineSettings(
+    abort_bound_s=1.5,  # a loaded machine may stand still for a tenth of a second
+    abort_repeat_s=0.01,
+    busy_wait_s=0.01,
+    line_timeout_s=20,
+    young_s=0.0,
+    proof_back_off_s=(0.001, 0.01),
+)
 Ids = list[int]
 
 
@@ -104,7 +112,7 @@ async def test_pauses_do_not_change_a_single_answer() -> None:
         assert body is not None
         assert body["choices"][0]["text"] == text
         assert body["choices"][0]["finish_reason"] == "length"
-        assert "token_ids" not in body["choices"][0]
+        assert body["choices"][0]["token_ids"] is None, "there and null, as where nobody asks for them"
         assert body["usage"]["prompt_tokens"] == 40 + i
         assert body["usage"]["completion_tokens"] == 30
         assert body["usage"]["total_tokens"] == 70 + i
@@ -319,18 +327,26 @@ async def test_an_abort_that_overtakes_its_request_is_sent_again() -> None:
         assert not engine.requests
 
 
-async def test_nobodys_priority_passes() -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1], "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/embeddings", {"input": "x"}),
+    ],
+)
+async def test_nobodys_priority_passes(path: str, body: dict[str, Any]) -> None:
     engine, sink = StepEngine(), Sink()
     async with machine(engine) as executor:
-        body = {"prompt": [1], "max_tokens": 1, "priority": -5, "stream": False, "request_id": "x"}
-        executor.submit([sink.run(1, body)])
+        executor.submit([sink.run(1, {**body, "priority": -5, "stream": False, "request_id": "x"}, path)])
         executor.admit(BUDGET)
         await finish(sink, 1)
     sent = engine.sent[0][2]
     assert sent["priority"] > 2
     assert "stream" not in sent
     assert "request_id" not in sent
-    assert engine.sent[0][0].startswith("hsoff-b-1-")
+    assert engine.sent[0][0] == request_id(executor.wire.tag, 0)
+    assert engine.sent[0][0].startswith("hsoff-")
 
 
 async def test_an_engine_that_does_not_report_its_cache_is_counted_as_having_had_none() -> None:
@@ -361,3 +377,88 @@ async def test_a_request_too_young_for_an_abort_has_its_connection_closed() -> N
     assert executor.inflight == 0
     assert executor.waiting == 2
     await executor.close()
+
+
+LIES = {
+    "no tokens": [-1, "x"],
+    "more than asked for": list(range(500)),
+    "none at all": None,
+    "tokens that could be": [5],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("length", [20, 300], ids=["whole", "slices"])
+async def test_an_end_that_nobody_asked_for_is_the_engines_fault_and_comes_to_an_end(
+    lie: str, length: int
+) -> None:
+    engine, sink = StepEngine(), Sink()
+    prompt = prompt_of(1, length)
+    choice = {"text": "a", "finish_reason": "abort", "token_ids": LIES[lie]}
+
+    def fault(path: str, body: dict[str, Any]) -> Completion | None:
+        if body["prompt"][:8] != prompt[:8]:
+            return None
+        return Completion(status=200, body={"choices": [choice], "usage": {"prompt_tokens": 3}})
+
+    engine.fault = fault
+    async with machine(engine) as executor:
+        executor.submit(
+            [
+                sink.run(1, {"prompt": prompt, "max_tokens": 20}),
+                sink.run(2, {"prompt": prompt_of(2, 20), "max_tokens": 4}),
+            ]
+        )
+        executor.admit(Budget(max_inflight=8, chunk_tokens=10_000, slice_tokens=64))
+        await finish(sink, 2)
+    assert sink.results[1].error_code == "engine_bad_answer"
+    assert "nobody had asked" in sink.results[1].error_message
+    assert sink.results[2].body is not None
+    assert len(engine.sent) < 20
+
+
+@pytest.mark.parametrize("lie", ["no tokens", "more than asked for"])
+async def test_tokens_that_cannot_be_are_not_kept(lie: str) -> None:
+    class Liar(StepEngine):
+        lies = 1
+
+        def _answer(self, request_id: str, request: Request) -> dict[str, Any]:
+            answer = super()._answer(request_id, request)
+            if request.reason == "abort" and self.lies:
+                self.lies -= 1
+                answer["choices"][0]["token_ids"] = LIES[lie]
+            return answer
+
+    engine, sink = Liar(), Sink()
+    async with machine(engine, interval_s=0.002) as executor:
+        executor.submit([sink.run(1, {"prompt": prompt_of(1, 20), "max_tokens": 20})])
+        executor.admit(BUDGET)
+        await pause(executor, engine, after_steps=4)
+        executor.admit(BUDGET)
+        await finish(sink, 1)
+        assert sink.runs[1].deaths == 1
+    body = sink.results[1].body
+    assert body is not None
+    assert body["choices"][0]["text"] == expected(prompt_of(1, 20), 20)[0]
+
+
+async def test_an_end_by_another_is_a_pause_once_the_gate_has_shut() -> None:
+    """The engine's own side ends the requests of a worker that was frozen: its lines are not to blame."""
+    engine, sink = StepEngine(), Sink()
+    async with machine(engine, interval_s=0.002) as executor:
+        run = sink.run(1, {"prompt": prompt_of(1, 20), "max_tokens": 20})
+        executor.submit([run])
+        executor.admit(BUDGET)
+        await await_until(lambda: engine.prefills and engine.requests)
+        for request in engine.requests.values():
+            request.reason = "abort"
+            request.done.set()
+        await await_until(lambda: executor.inflight == 0)
+        executor.stop_admitting()
+        await await_until(lambda: executor.waiting == 1)
+        executor.admit(BUDGET)
+        await finish(sink, 1)
+        assert run.deaths == 0
+    body = sink.results[1].body
+    assert body is not None
+    assert body["choices"][0]["text"] == expected(prompt_of(1, 20), 20)[0]

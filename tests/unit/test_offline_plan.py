@@ -91,7 +91,9 @@ def test_the_final_answer_has_the_whole_text_and_the_usage_in_all() -> None:
         "usage": {"prompt_tokens": 6, "completion_tokens": 1},
     }
     body = plan.final_body(IDS, second, last)
-    assert body["choices"] == [{"text": "one two three", "finish_reason": "stop", "stop_reason": 4}]
+    assert body["choices"] == [
+        {"text": "one two three", "finish_reason": "stop", "stop_reason": 4, "token_ids": None}
+    ]
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     asked = plan.final_body({**IDS, "return_token_ids": True}, second, last)
     assert asked["choices"][0]["token_ids"] == [7, 8, 9, 4]

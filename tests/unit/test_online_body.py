@@ -99,7 +99,10 @@ def test_finish_usage_and_errors_are_read() -> None:
     assert (both.usage_only, both.usage) == (False, {"completion_tokens": 2})
     assert read_event(b'{"error":{"message":"died"}}').error == {"message": "died"}
     assert read_event(b'{"error":"died"}').error == {"message": "died"}
-    assert read_event(b"not json").has_output
+    for garbage in (b"not json", b"[]", b"7", b"{}", b'{"choices":7}', b'{"choices":[7]}', b'{"a":' * 99_999):
+        odd = read_event(garbage)
+        assert (bool(odd.problem), odd.has_output, odd.finish_reason) == (True, False, None)
+    assert end.problem == usage.problem == both.problem == ""
 
 
 def test_groups_are_json_arrays() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
 import pytest
+import structlog
 
 from hybridsched.core.policy import EnginePolicy, IdlePolicy, OnlinePolicy, PolicyKind, PoolPolicy
 from hybridsched.engines.fake import FakeEngine
@@ -39,7 +41,7 @@ class Bench:
     def __init__(self, policy: PoolPolicy) -> None:
         self.counts = OnlineCounts()
         self.watch = EngineWatch(
-            FakeEngine(), held=lambda: 0, changed=lambda healthy: None, hung=lambda: None
+            FakeEngine(model="m"), model="m", held=lambda: 0, changed=lambda healthy: None, hung=lambda: None
         )
         self.watch.healthy = True
         self.policy = follower(policy)
@@ -62,16 +64,15 @@ class Bench:
 
 
 async def bench(**online: Any) -> Bench:
-    made = Bench(
-        PoolPolicy(
-            name="p",
-            kind=PolicyKind.IDLE_WINDOW,
-            version=1,
-            online=OnlinePolicy(**online),
-            engine=EnginePolicy(max_num_seqs=16),
-        )
+    policy = PoolPolicy(
+        name="p",
+        kind=PolicyKind.IDLE_WINDOW,
+        version=1,
+        online=OnlinePolicy(**online),
+        engine=EnginePolicy(max_num_seqs=16),
     )
-    await made.policy.load()
+    made = Bench(policy)
+    made.policy.policy = policy  # past its check, which has its own tests
     return made
 
 
@@ -142,6 +143,25 @@ async def test_an_unreadable_policy_leaves_the_last_in_force() -> None:
     assert made.policy.name == "p"
 
 
+async def test_a_policy_out_of_range_is_refused_once_and_the_last_stays() -> None:
+    good = PoolPolicy(name="p", kind=PolicyKind.IDLE_WINDOW, version=1)
+    store = FakePolicies(good)
+    made = PolicyFollower(cast("PolicyStore", store), speed=1.0)
+    await made.load()
+    store.policy = PoolPolicy(
+        name="slip", kind=PolicyKind.UNPROTECTED, version=2, idle=IdlePolicy(window_ms=-5.0)
+    )
+    with structlog.testing.capture_logs() as said:
+        for _ in range(3):
+            await made.load()
+    assert (made.policy.name, made.closes_gates) == ("p", True)
+    assert [one["key"] for one in said] == ["policy_refused"]
+    assert "idle.window_ms: was given -5" in said[0]["problem"]
+    store.policy = msgspec.structs.replace(good, name="mended", version=3)
+    await made.load()
+    assert made.policy.name == "mended"
+
+
 async def test_counts_know_edges_and_latencies() -> None:
     counts = OnlineCounts()
     assert counts.idle_ms() >= 0.0
@@ -161,9 +181,9 @@ async def test_counts_know_edges_and_latencies() -> None:
 
 
 async def test_the_watch_follows_health_and_asks_what_the_engine_can_hold() -> None:
-    engine = FakeEngine()
+    engine = FakeEngine(model="m")
     said: list[bool] = []
-    watch = EngineWatch(engine, held=lambda: 0, changed=said.append, hung=lambda: None)
+    watch = EngineWatch(engine, model="m", held=lambda: 0, changed=said.append, hung=lambda: None)
     assert watch.capacity.kv_tokens is None
     assert await watch.check()
     assert watch.info is not None

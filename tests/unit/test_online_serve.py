@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from hybridsched.engines.protocol import Completion, EngineError, EngineInfo, EngineStats, StreamChunk
@@ -274,3 +275,60 @@ async def test_a_lost_lease_may_not_be_answered_as_success() -> None:
     case.running.stop(Stop.LEASE_LOST)
     end = await task
     assert (end.status, end.code, engine.open) == ("failed", "lease_lost", 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError("odd"), ValueError("Newline in header"), RecursionError()])
+async def test_whatever_is_raised_is_an_ending(stream: bool, error: Exception) -> None:
+    case = Case(stream=stream)
+    end = await case.run(Scripted(error))
+    assert (end.status, end.code, end.http_status) == ("failed", "internal_error", 500)
+    assert type(error).__name__ in str(end.message)
+
+
+@pytest.mark.parametrize("opened", ["[", '{"a":'])
+async def test_a_body_nested_without_end_is_refused(opened: str) -> None:
+    case, engine = Case(), Scripted(*GOOD)
+    deep = ('{"prompt":[1],"messages":' + opened * 100_000).encode()
+    case.running.request = msgspec.structs.replace(case.running.request, body=deep)
+    end = await case.run(engine)
+    assert (end.status, end.code, end.http_status, engine.ids) == ("failed", "bad_request", 400, [])
+
+
+@pytest.mark.parametrize("garbage", [b"not json", b"{}", b"[]", b'{"choices":[7]}', b"[" * 100_000])
+async def test_garbage_in_a_stream_is_the_engines_fault(garbage: bytes) -> None:
+    before = await Case().run(Scripted(garbage, *GOOD))
+    assert (before.status, before.code) == ("failed", "engine_bad_answer")
+    assert (before.give_back, before.again, before.suspect) == (True, True, True)
+    case = Case()
+    after = await case.run(Scripted(chunk("a"), garbage, *GOOD))
+    assert (after.status, after.code, after.give_back) == ("failed", "engine_failed", False)
+    assert case.events == [chunk("a")], "what was sent cannot be taken back, and no more is sent"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_only_the_engines_own_404_leaves_its_model_in_doubt(stream: bool) -> None:
+    body = {"error": {"message": "The model `m` does not exist.", "code": 404}}
+    said: Any = (
+        engine_error("not_found", retryable=False, status=404)
+        if stream
+        else Completion(status=404, body=body)
+    )
+    assert (await Case(stream=stream).run(Scripted(said))).not_there
+    assert not (await Case(stream=stream, path="/metrics").run(Scripted(said))).not_there
+
+
+@pytest.mark.parametrize("count", [0, -1, 10**400, 1.5, "many", None, [], True])
+async def test_usage_that_cannot_be_leaves_the_answer_good(count: Any) -> None:
+    case = Case()
+    usage = json.dumps({"choices": [], "usage": {"completion_tokens": count}}).encode()
+    end = await case.run(Scripted(*GOOD[:3], usage))
+    assert (end.status, case.running.tpot_ms) == ("ok", None) or end.code == "engine_failed"
+    assert end.code != "internal_error"
+
+
+async def test_events_without_end_and_without_a_token_are_the_engines_fault() -> None:
+    case = Case()
+    role = b'{"choices":[{"delta":{"role":"assistant"}}]}'
+    end = await case.run(Scripted(*[role] * 1100, *GOOD))
+    assert (end.code, end.give_back, case.events) == ("engine_bad_answer", True, [])

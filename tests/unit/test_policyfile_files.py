@@ -20,7 +20,8 @@ from hybridsched.policyfile import (
     parse_policy,
     preset_path,
 )
-from hybridsched.policyfile.schema import replica_keys
+from hybridsched.policyfile.files import LONGEST_TEXT, check_policy
+from hybridsched.policyfile.schema import limits, reasons, replica_keys
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DOCS = Path(__file__).parent.parent.parent / "docs" / "policy.md"
@@ -166,13 +167,18 @@ time_limit_s = 300
     ("text", "key", "says"),
     [
         ("[cycle]\nlease_ms = 499\n", "cycle.lease_ms", r"given 499; .*twice cycle.interval_ms \(250\)"),
-        ("[idle]\nwindow_ms = -1\n", "idle.window_ms", "given -1; it should be greater than or equal to 0"),
+        (
+            "[idle]\nwindow_ms = -1\n",
+            "idle.window_ms",
+            r"given -1; it must be from 1 to .*: below 1 ms",
+        ),
         ("[idle]\nwindow_ms = inf\n", "idle.window_ms", "given inf; it should be a finite number"),
         ("[pause]\nladder = ['iteration']\n", "pause.ladder", "begins with boundary"),
         ("[pause]\nladder = ['iteration', 'boundary']\n", "pause.ladder", "in this order"),
         ("[pause]\nladder = ['boundary', 'boundary']\n", "pause.ladder", "each once"),
         ("[pause]\nladder = []\n", "pause.ladder", r"given \[\]"),
-        ("[pause]\nladder = ['boundary', 'sleep']\n", "pause.ladder", "'sleep'; .*'boundary' or 'iteration'"),
+        ("[pause]\nladder = ['boundary', 'sleep']\n", "pause.ladder", "in this order"),
+        ("[pause]\nladder = ['boundary', 'nap']\n", "pause.ladder", "'nap'; .*'iteration' or 'sleep'"),
         ("[pause]\nladder = 'boundary'\n", "pause.ladder", "should be a list"),
         ("[pause]\nladder = ['boundary']\ngrace_ms = 5\n", "pause.grace_ms", "add iteration"),
         ("[offline]\nslots_for_online = -1\n", "offline.slots_for_online", "given -1"),
@@ -219,9 +225,9 @@ def test_the_error_names_the_file_and_the_line(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_errors_too(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match="no such file, and no preset; the presets are idle-window"):
+    with pytest.raises(PolicyError, match=r"none\.toml cannot be used: no such file, and no preset; the pr"):
         load_policy(tmp_path / "none.toml")
-    with pytest.raises(PolicyError, match="cannot be read"):
+    with pytest.raises(PolicyError, match="cannot be used: cannot be read"):
         load_policy(tmp_path)
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"\xff\xfe")
@@ -235,13 +241,80 @@ def test_at_speed_leaves_the_control_plane_alone() -> None:
     policy = load_policy("idle-window").policy
     fast = policy.at_speed(10)
     assert (fast.idle.window_ms, fast.idle.metric_lag_ms, fast.offline.chunk_target_ms) == (15, 10, 500)
+    assert (fast.slo.ttft_ms, fast.slo.tpot_ms, fast.pack.adjust_ms) == (100, 5, 500)
     assert (fast.cycle, fast.idle.queue_wait_ms, fast.idle.max_metric_age_ms) == (policy.cycle, 50, 2000)
+
+
+def test_consolidate_without_packing_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r'pack\.enabled: was given false, but kind is "consolidate"'):
+        parse_policy('name = "p"\nkind = "consolidate"\n')
+    (only,) = mistakes(HEAD + "[pack]\nenabled = true\nmax_inflight = 65\n")
+    assert only[0] == "pack.max_inflight"
+    assert "must not exceed online.max_inflight (64)" in only[2]
+
+
+def test_the_least_slice_beside_online_is_one_that_offline_may_have() -> None:
+    head, slices = 'name = "p"\nkind = "headroom"\n', "[offline]\nslice_tokens = 48\n"
+    with pytest.raises(
+        PolicyError, match=r"least_slice_tokens: .*must not exceed offline\.slice_tokens \(48\)"
+    ):
+        parse_policy(head + slices)
+    for allowed in ("[offline]\nslice_tokens = 0\n", slices + "[headroom]\nleast_slice_tokens = 48\n"):
+        assert parse_policy(head + allowed)
+    assert parse_policy('name = "p"\nkind = "idle-window"\n' + slices)
 
 
 def documented_rows(section: str) -> dict[str, str]:
     """The table rows below a heading of docs/policy.md, by the code word in their first cell."""
     text = DOCS.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `([a-z_.]+)` \|(.*)\|$", text, flags=re.MULTILINE))
+
+
+ABSURD = {
+    "a lease of a day": "[cycle]\nlease_ms = 86_400_000\n",
+    "a cycle of a microsecond": "[cycle]\ninterval_ms = 0.001\n",
+    "a window of nothing": "[idle]\nwindow_ms = 0.0001\n",
+    "a float where requests are counted": "[offline]\nmax_inflight = 1e23\n",
+    "more requests than any engine": "[offline]\nmax_inflight = 100000000000000000000000\n",
+    "a grace of a day": "[pause]\ngrace_ms = 86_400_000\n",
+    "KV cache beyond any node": "[engine]\nkv_tokens = 99_999_999_999\n",
+    "a number of thousands of digits": "x = " + "9" * 5000 + "\n",
+    "the same in hexadecimal": "x = 0x" + "f" * 5000 + "\n",
+    "lists within lists": "x = " + "[" * 5000 + "]" * 5000 + "\n",
+    "tables within tables": "x = " + "{y = " * 2000 + "1" + "}" * 2000 + "\n",
+    "tables within tables, dotted": "[idle]\n" + "window_ms" + ".a" * 3000 + " = 1\n",
+    "a table in the place of a number": "[idle.window_ms]\na = 1\n",
+    "a list in the place of a table": "cycle = [1]\n",
+    "a long text in the place of a number": '[cycle]\nlease_ms = "' + "x" * 500 + '"\n',
+    "a file of a megabyte": "#" * LONGEST_TEXT + "\n",
+}
+
+
+def test_what_is_absurd_is_refused_in_one_sentence_each() -> None:
+    said = []
+    for what, text in ABSURD.items():
+        (only,) = mistakes(HEAD + text)
+        key, line, message = only
+        said.append(f"{what}\n    line {line}: {key}: {message}\n")
+    assert "".join(said) == (GOLDEN / "policy-mistakes.txt").read_text(encoding="utf-8")
+
+
+def test_a_policy_that_came_from_no_file_keeps_to_the_same_limits() -> None:
+    good = load_policy("idle-window").policy
+    assert check_policy(good) == ()
+    replace = msgspec.structs.replace
+    (day,) = check_policy(replace(good, cycle=replace(good.cycle, lease_ms=86_400_000.0)))
+    assert (day.key, "from 20 to 60,000" in day.message) == ("cycle.lease_ms", True)
+    (late,) = check_policy(replace(good, cycle=replace(good.cycle, interval_ms=900.0)))
+    assert "at least twice" in late.message
+
+
+def test_every_limit_is_documented_with_its_reason() -> None:
+    rows = documented_rows("Limits")
+    assert set(rows) == set(limits()) == set(reasons())
+    for key, (least, most) in limits().items():
+        cells = [cell.strip() for cell in rows[key].split("|")]
+        assert cells == [f"{least:,.12g}", f"{most:,.12g}", reasons()[key].capitalize() + "."], key
 
 
 def test_every_key_is_documented_with_its_default() -> None:
@@ -253,7 +326,7 @@ def test_every_key_is_documented_with_its_default() -> None:
         for part in key.split("."):
             value = value[part]
         shown = "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-        if key.startswith("slurm.") and not isinstance(value, float):
+        if isinstance(value, bool) or (key.startswith("slurm.") and not isinstance(value, float)):
             shown = json.dumps(value)
         if isinstance(value, tuple | list):
             shown = json.dumps(list(value))

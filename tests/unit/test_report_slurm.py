@@ -117,3 +117,14 @@ def test_a_run_without_slurm_says_nothing_of_it() -> None:
     assert "slurm" not in summary
     assert "slurm" not in text(summary)
     assert job_figures(record) == []
+
+
+def test_the_figure_stands_in_slurms_section_and_has_its_clock(record: RunRecord) -> None:
+    """It was in a section of its own, in trace time, beside a table of the same jobs in wall seconds."""
+    fast = msgspec.structs.replace(record, speed=4.0)
+    (figure,) = job_figures(fast)
+    assert 0.25 in figure.data[0]["base"], "job 2 began at 0.25 s of the wall clock"
+    page = render(summarise(fast), fast)
+    assert page.count("Slurm jobs</h2>") == 1
+    assert page.index("Slurm jobs</h2>") < page.index('id="slurm-jobs"')
+    assert "Slurm&#x27;s jobs" not in page

@@ -189,12 +189,14 @@ def test_pauses_of_other_lanes_do_not_mix_and_empty_lanes_are_counted_apart() ->
                 t="quiet", mono_s=1.0, lane="r0", data={"rung": "iteration", "ended": 3, "kept_tokens": 40}
             ),
             Event(t="quiet", mono_s=3.0, lane="r1", data={"rung": "boundary", "ended": 0, "kept_tokens": 0}),
+            Event(t="quiet", mono_s=5.0, lane="own", data={"rung": "keep", "ended": 0, "kept_tokens": 0}),
+            Event(t="asleep", mono_s=9.0, lane="own", data={"reason": "online_active"}),
         ),
     )
     result = summary.pause_summary(run, 1.0)
     assert (result["signals"], result["count"]) == (3, 2)
     assert result["signal_to_quiet_ms"] == {"p50": 500.0, "p99": 2000.0, "max": 2000.0}
-    assert result["by_rung"] == {"boundary": 1, "iteration": 1}
+    assert result["by_rung"] == {"boundary": 1, "iteration": 1, "keep": 1, "sleep": 1}
     assert (result["requests_ended"], result["tokens_kept"]) == (3, 40)
 
 

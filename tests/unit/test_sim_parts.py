@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from pathlib import Path
 
@@ -158,6 +159,8 @@ def test_absent_and_unreadable_metrics_are_none_not_zero() -> None:
 def test_engine_info_reads_capacity_and_bears_gaps() -> None:
     info = engine_info({"data": [{"id": "m", "max_model_len": 100}, {"id": "n"}, "odd"]}, METRICS)
     assert (info.models, info.max_model_len, info.kv_tokens, info.block_size) == (("m", "n"), 100, 1600, 32)
+    windowed = b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="5000",num_gpu_blocks="900"} 1.0'
+    assert engine_info({}, windowed).kv_tokens == 5000
     empty = engine_info({}, b'vllm:cache_config_info{num_gpu_blocks="None",block_size="16"} 1.0')
     assert (empty.models, empty.max_model_len, empty.kv_tokens) == ((), None, None)
 
@@ -179,3 +182,20 @@ async def test_the_timer_is_never_early_and_takes_back_a_request() -> None:
         await asyncio.sleep(0)
     timer.close()
     timer.close()
+
+
+def test_what_cannot_be_read_in_metrics_or_models_is_missing() -> None:
+    text = (
+        b'vllm:num_requests_running{engine="0"} many\n'
+        b'vllm:num_requests_waiting{engine="0"} 2\n'
+        b'vllm:time_to_first_token_seconds_bucket{le="abc"} 5\n'
+        b'vllm:time_to_first_token_seconds_bucket{le="nan"} 5\n'
+        b'vllm:time_to_first_token_seconds_bucket{le="0.5"} 4\n'
+        b'vllm:time_to_first_token_seconds_bucket{le="+Inf"} 6\n'
+    )
+    stats = engine_stats(text)
+    assert (stats.running, stats.waiting) == (None, 2.0)
+    assert stats.ttft_buckets == ((0.5, 4.0), (math.inf, 6.0))
+    for models in ({"data": 7}, {"data": "x"}, {"data": {"id": "m"}}, {"data": [{"id": 7}]}, {}):
+        odd = 'vllm:cache_config_info{num_gpu_blocks="\u00b2",block_size="16"} 1'.encode()
+        assert engine_info(models, odd).models == ()

@@ -14,7 +14,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hybridsched.cli.batch_sbatch import Wishes, expand, job_spec, program, script_path, take_wishes
+from hybridsched.cli.batch_sbatch import (
+    Wishes,
+    expand,
+    job_spec,
+    program,
+    script_path,
+    short_limit,
+    take_wishes,
+)
 from hybridsched.cli.main import cli
 from hybridsched.cluster.commands import sbatch_arguments, sbatch_environment
 from hybridsched.workers.slurm_env import JobPlace, job_place, requeue
@@ -99,7 +107,7 @@ def test_what_does_not_fit_together(files: list[str], given: dict[str, Any], say
 
 
 def test_slurm_options_need_sbatch() -> None:
-    nothing = dict.fromkeys(("time", "partition", "account", "qos", "at_once"))
+    nothing = dict.fromkeys(("time", "partition", "gres", "account", "qos", "at_once"))
     assert take_wishes(False, nothing) is None
     with pytest.raises(click.UsageError, match="--at-once goes with --sbatch"):
         take_wishes(False, nothing | {"at_once": 3})
@@ -107,6 +115,15 @@ def test_slurm_options_need_sbatch() -> None:
     result = CliRunner().invoke(cli, ["batch", "submit", "a.jsonl", "b.jsonl", "--redis", "redis://x"])
     assert result.exit_code == 2
     assert "several go with --sbatch" in result.output
+
+
+def test_a_sites_own_names_reach_the_job() -> None:
+    wishes = Wishes(partition="scavenge", gres="openlane:1,lane:1")
+    argv = sbatch_arguments(described(["/a.jsonl"], ["/a.jsonl"], wishes=wishes))
+    assert {"--partition=scavenge", "--gres=openlane:1,lane:1"} <= set(argv)
+    for bad in ("openlane", "openlane:0", "a:1;b", "--x:1", ""):
+        with pytest.raises(click.UsageError, match="--gres was given"):
+            described(["/a.jsonl"], ["/a.jsonl"], wishes=Wishes(gres=bad))
 
 
 def test_the_script_and_the_program_are_found() -> None:
@@ -163,6 +180,14 @@ def test_a_requeue_that_slurm_never_takes(tmp_path: Path, monkeypatch: pytest.Mo
     assert log.read_text() == "requeue 7\n" * 2
 
 
+def test_a_refusal_that_is_no_text_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "scontrol"
+    command.write_text("#!/bin/sh\nprintf 'caf\\351' >&2\nexit 1\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not requeue(JobPlace(job="7", node="n1"), attempts=1, pause_s=0)
+
+
 # --- scripts and units
 
 
@@ -203,3 +228,58 @@ def test_the_offline_job_needs_a_slurm_job() -> None:
     assert "--output goes with --slurm-job" in result.output
     result = CliRunner().invoke(cli, ["worker", "offline"], env=clean)
     assert "or --slurm-job FILE" in result.output
+
+
+SCRIPT = "#SBATCH --time=1\n#SBATCH --signal=B:USR2@{}\n"
+
+
+@pytest.mark.parametrize(
+    ("minutes", "notice", "least"),
+    [(1, 60, "3m"), (2, 60, "3m"), (3, 60, ""), (5, 240, "6m"), (None, 60, "")],
+)
+def test_a_time_limit_hardly_above_the_notice_is_told(minutes: int | None, notice: int, least: str) -> None:
+    said = short_limit(Wishes(time_limit_min=minutes), SCRIPT.format(notice))
+    assert (said is not None) is bool(least)
+    assert said is None or (f"--time is {minutes} min" in said and f"Give {least} or more" in said)
+
+
+def test_the_batch_script_has_a_notice_that_can_be_read() -> None:
+    assert short_limit(Wishes(time_limit_min=1), script_path("offline.sbatch").read_text()) is not None
+
+
+@pytest.mark.parametrize(
+    ("left", "warned"),
+    [
+        ("0:59", "59 s are left"),
+        ("02:00", "120 s"),
+        ("03:00", ""),
+        ("1:00:00", ""),
+        ("UNLIMITED", ""),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize("array", [False, True])
+def test_the_jobs_log_says_that_its_time_limit_is_short(
+    tmp_path: Path, left: str, warned: str, array: bool
+) -> None:
+    for name, text in (("squeue", f'echo "$@" >> {tmp_path}/asked; echo {left}'), ("worker", "exit 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "my.jsonl").touch()
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "12",
+        "HYBRIDSCHED_BIN": str(tmp_path / "worker"),
+        **({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"} if array else {}),
+    }
+    done = subprocess.run(
+        ["bash", script_path("offline.sbatch"), tmp_path / "my.jsonl"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("of the time limit" in done.stderr) is bool(warned), done.stderr
+    assert warned in done.stderr
+    assert (tmp_path / "asked").read_text() == f"-h -j {'12_0' if array else '12'} -o %L\n"

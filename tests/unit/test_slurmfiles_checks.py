@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from hybridsched.cli.main import cli
 from hybridsched.slurmfiles import ClusterFacts, Finding, Level, Site, examine, exit_status, parse_site
-from hybridsched.slurmfiles.facts import SlurmUnreachableError, expand, gather, local_devices, parse_config
+from hybridsched.slurmfiles.check_limits import EPILOG_LIMIT_S
+from hybridsched.slurmfiles.facts import (
+    SlurmUnreachableError,
+    configured_gres,
+    expand,
+    gather,
+    local_devices,
+    local_hooks,
+    parse_config,
+)
 from hybridsched.slurmfiles.records import parse_fields
 
 
@@ -17,7 +28,8 @@ def right(version: str = "22.05.8") -> ClusterFacts:
     """A cluster with nothing to find."""
     new = version >= "23.02"
     node = {
-        "Gres": "gpu:a100:4,hsfill:4",
+        "Gres": "gpu:a100:4,hsfill:4,hslane:4",
+        "GresUsed": "gpu:a100:0(IDX:N/A),hsfill:0,hslane:1",
         "Partitions": "online,offline",
         "State": "IDLE",
         "Version": version,
@@ -27,12 +39,13 @@ def right(version: str = "22.05.8") -> ClusterFacts:
             "SLURM_VERSION": version,
             "PreemptType": "preempt/partition_prio",
             "PreemptMode": "REQUEUE",
+            "PreemptExemptTime": "00:00:05",
             "PreemptParameters": "send_user_signal" if new else "(null)",
             "SlurmctldParameters": "(null)" if new else "enable_configless,preempt_send_user_signal",
             "SchedulerParameters": "nohold_on_prolog_fail",
             "JobRequeue": "1",
             "KillWait": "30 sec",
-            "GresTypes": "gpu,hsfill",
+            "GresTypes": "gpu,hsfill,hslane",
             "JobSubmitPlugins": "lua",
             "Prolog[0]" if new else "Prolog": "/etc/slurm/prolog.sh",
             "Epilog[0]" if new else "Epilog": "/etc/slurm/epilog.sh",
@@ -54,10 +67,11 @@ def right(version: str = "22.05.8") -> ClusterFacts:
         nodes={
             "n1": node,
             "n2": node,
-            "hspark": {"Gres": "gpu:a100:4,hsfill:4", "Partitions": "offline", "State": "DOWN"},
+            "hspark": {"Gres": "gpu:a100:4,hsfill:4,hslane:4", "Partitions": "offline", "State": "DOWN"},
         },
         client=version,
         refusal="sbatch: error: hybridsched: partition offline needs 4 more lines",
+        configured_gres=dict.fromkeys(("n1", "n2", "hspark"), "gpu:a100:4,hsfill:no_consume:4,hslane:4"),
     )
 
 
@@ -88,11 +102,13 @@ def changed(facts: ClusterFacts, node: str, **fields: str) -> ClusterFacts:
         ("n1", {"Version": "24.11.1"}, "version_node", Level.CRITICAL),
         ("n1", {"Version": "21.08.8"}, "version_mix", Level.WARNING),
         ("n1", {"Partitions": "online", "Gres": "gpu:a100:4"}, "nodes_left_out", Level.WARNING),
-        ("n1", {"Gres": "gpu:a100:4"}, "fill_nodes", Level.WARNING),
+        ("n1", {"Gres": "gpu:a100:4,hsfill:4"}, "place_nodes", Level.WARNING),
+        ("n1", {"GresUsed": "hsfill:1,hslane:1"}, "fill_consumed", Level.CRITICAL),
         ("n1", {"State": "IDLE*"}, "node_state", Level.WARNING),
         ("n1", {"State": "DOWN*+DRAIN", "Reason": "Not responding"}, "node_state", Level.WARNING),
         ("hspark", {"State": "IDLE"}, "parked_node", Level.CRITICAL),
-        ("hspark", {"Gres": "gpu:a100:4"}, "parked_node", Level.CRITICAL),
+        ("hspark", {"Gres": "gpu:a100:4,hslane:4"}, "parked_node", Level.CRITICAL),
+        ("hspark", {"Gres": "gpu:a100:4,hsfill:4"}, "parked_node", Level.CRITICAL),
         ("hspark", {"Partitions": ""}, "parked_node", Level.CRITICAL),
     ],
 )  # fmt: skip
@@ -108,9 +124,74 @@ def test_an_invalid_node_says_how_to_make_its_files_agree() -> None:
     assert "slurmd -G" in found["node_state"].remedy
 
 
+@pytest.mark.parametrize("reason", ["hybridsched: mode held: cut failed", "hybridsched: mode day to night"])
+def test_a_host_that_changes_its_mode_is_not_to_be_resumed_by_hand(reason: str) -> None:
+    """Nobody knows how the GPUs of a held one are cut, and Slurm would start jobs there."""
+    found = bad(changed(right(), "n1", State="DOWN+DRAIN", Reason=f"{reason} [root@2026-01-01T00:00:00]"))
+    assert "state=resume" not in found["node_state"].remedy
+    assert "`hybridsched mode status`" in found["node_state"].remedy
+
+
+def test_a_node_that_a_changed_count_put_out_of_service_says_how_it_comes_back() -> None:
+    reason = "gres/hsfill count changed and jobs are using them (4 != 1) [root@2026-01-01T00:00:00]"
+    found = bad(changed(right(), "n1", State="MIXED+DRAIN+INVALID_REG", Reason=reason))
+    assert "`scontrol requeue` those of `squeue -w n1`" in found["node_state"].remedy
+    assert "no_consume" in found["node_state"].remedy
+
+
+def test_a_quiet_night_is_no_fault() -> None:
+    """All lanes closed: the count is 0 everywhere, and the GRES is on no node's list."""
+    facts = right()
+    for node in ("n1", "n2"):
+        facts = changed(facts, node, Gres="gpu:a100:4,hslane:4")
+    assert bad(facts) == {}
+    assert bad(replace(facts, configured_gres=None)).keys() == {"fill_consumed"}
+
+
+@pytest.mark.parametrize(
+    ("configured", "code", "level"),
+    [
+        ("gpu:a100:4,hsfill:4,hslane:4", "fill_consumed", Level.CRITICAL),
+        ("gpu:a100:4,hslane:4", "fill_nodes", Level.WARNING),
+        (None, "fill_consumed", Level.UNKNOWN),
+    ],
+)
+def test_what_slurm_conf_says_of_the_gate(configured: str | None, code: str, level: Level) -> None:
+    facts = right()
+    texts = None if configured is None else {**(facts.configured_gres or {}), "n1": configured}
+    found = bad(replace(facts, configured_gres=texts))
+    assert {k: f.level for k, f in found.items()} == {code: level}
+    assert found[code].remedy
+
+
+def test_a_line_that_every_command_prints_is_found() -> None:
+    said = "scontrol: error: NodeNames=hspark CPUs=1024 match no Sockets, Sockets*CoresPerSocket"
+    found = bad(replace(right(), complaints=(said,)))
+    assert found.keys() == {"node_sizes"}
+    assert "hspark" in found["node_sizes"].text
+
+
+def test_gres_of_slurm_conf_are_read_through_includes_and_defaults(tmp_path: Path) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(
+        "NodeName=DEFAULT Gres=gpu:1\nNodeName=n[1-2] Gres=gpu:a100:4,hsfill:no_consume:4 CPUs=4\n"
+        "NodeName=n3 CPUs=4\nInclude more.conf\n# NodeName=n9 Gres=x\n"
+    )
+    (tmp_path / "more.conf").write_text("NodeName=hspark Gres=hsfill:no_consume:8 State=DOWN\n")
+    assert configured_gres(str(conf)) == {
+        "n1": "gpu:a100:4,hsfill:no_consume:4",
+        "n2": "gpu:a100:4,hsfill:no_consume:4",
+        "n3": "gpu:1",
+        "hspark": "hsfill:no_consume:8",
+    }
+    assert configured_gres(str(tmp_path / "none.conf")) is None
+    assert configured_gres("") is None
+
+
 @pytest.mark.parametrize(
     ("config", "code", "level"),
     [
+        ({"GresTypes": "gpu,hsfill"}, "fill_gres_type", Level.CRITICAL),
         ({"SLURM_VERSION": "21.08.8"}, "version", Level.CRITICAL),
         ({"SelectType": "select/linear"}, "select_type", Level.CRITICAL),
         ({"ProctrackType": "proctrack/linuxproc"}, "proctrack", Level.WARNING),
@@ -119,12 +200,89 @@ def test_an_invalid_node_says_how_to_make_its_files_agree() -> None:
         ({"Epilog": "(null)"}, "epilog", Level.WARNING),
         ({"JobSubmitPlugins": "(null)"}, "job_submit", Level.CRITICAL),
         ({"KillWait": "1 sec"}, "kill_wait", Level.WARNING),
+        ({"SelectTypeParameters": "CR_CORE_MEMORY"}, "default_memory", Level.CRITICAL),
+        (
+            {"SelectTypeParameters": "CR_CORE_MEMORY", "DefMemPerNode": "UNLIMITED"},
+            "default_memory",
+            Level.CRITICAL,
+        ),
+        ({"PreemptExemptTime": "1-00:00:00"}, "preempt_exempt", Level.CRITICAL),
+        ({"PreemptExemptTime": "00:10:00"}, "preempt_exempt", Level.CRITICAL),
+        ({"PreemptExemptTime": "00:00:00"}, "preempt_exempt", Level.WARNING),
+        ({"PreemptExemptTime": "NONE"}, "preempt_exempt", Level.WARNING),
+        ({"PrologEpilogTimeout": "5"}, "hook_timeout", Level.WARNING),
     ],
 )
 def test_settings(config: dict[str, str], code: str, level: Level) -> None:
     facts = right()
     found = bad(replace(facts, config={**facts.config, **config}))
     assert found[code].level is level
+    assert found[code].remedy
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"SelectTypeParameters": "CR_CORE_MEMORY", "DefMemPerCPU": "4000"},
+        {"SelectTypeParameters": "CR_CORE_MEMORY", "JobDefaults": "DefMemPerGPU=64000"},
+        {"SelectTypeParameters": "CR_CORE", "DefMemPerNode": "UNLIMITED"},
+        {"PreemptExemptTime": "00:00:03"},
+        {"PreemptExemptTime": "00:01:00"},
+        {"PrologEpilogTimeout": "65534"},
+        {"PrologEpilogTimeout": "120", "Epilog": "(null)", "Epilog[0]": "/etc/slurm/epilog.sh"},
+    ],
+)
+def test_limits_that_are_well(config: dict[str, str]) -> None:
+    facts = right()
+    assert not bad(replace(facts, config={**facts.config, **config})).keys() - {"epilog"}
+
+
+def test_memory_defaults_of_the_partitions() -> None:
+    facts = right()
+    config = {**facts.config, "SelectTypeParameters": "CR_CORE_MEMORY"}
+    rows = {name: {**row, "DefMemPerCPU": "4000"} for name, row in facts.partitions.items()}
+    assert bad(replace(facts, config=config, partitions=rows)) == {}
+    rows["offline"] = dict(facts.partitions["offline"])
+    found = bad(replace(facts, config=config, partitions=rows))
+    assert "and offline have" in found["default_memory"].text
+    assert "DefMemPerCPU" in found["default_memory"].remedy
+
+
+def test_the_remedy_for_whole_nodes_makes_no_new_fault() -> None:
+    facts = right()
+    found = bad(replace(facts, config={**facts.config, "SelectType": "select/linear"}))
+    assert "DefMemPerCPU" in found["select_type"].remedy
+
+
+def test_fewer_places_than_lanes() -> None:
+    facts = right()
+    texts = {**(facts.configured_gres or {}), "n1": "gpu:a100:4,hsfill:no_consume:4,hslane:1"}
+    found = bad(replace(facts, configured_gres=texts))
+    assert found.keys() == {"places_fewer"}
+    assert "n1 (hslane 1, hsfill 4)" in found["places_fewer"].text
+
+
+def test_hooks_that_are_not_there(tmp_path: Path) -> None:
+    here, there = {"n1": {"NodeAddr": "127.0.0.1"}}, {"n1": {"NodeAddr": "10.0.0.9", "NodeHostName": "far"}}
+    plain = tmp_path / "epilog.sh"
+    plain.write_text("#!/bin/sh\n")
+    config = {"Prolog[0]": "/nowhere/prolog.sh", "Epilog": str(plain), "EpilogSlurmctld": "/nowhere/x"}
+    assert local_hooks(config, there) == []
+    assert [(h.name, h.problem) for h in local_hooks(config, here)] == [
+        ("Prolog", "does not exist"),
+        ("Epilog", "cannot be run"),
+    ]
+    plain.chmod(0o755)
+    assert local_hooks({"Epilog": str(plain)}, here)[0].problem is None
+    assert local_hooks({"Epilog": "/etc/epilog.d/*"}, here) == []
+    found = bad(replace(right(), hooks=local_hooks(config, here)))
+    assert found.keys() == {"prolog_path"}
+    assert found["prolog_path"].level is Level.CRITICAL
+
+
+def test_the_epilog_s_bound_is_the_one_that_is_checked() -> None:
+    script = (Path(__file__).resolve().parents[2] / "slurm" / "epilog.sh").read_text()
+    assert f"\nLIMIT_S={EPILOG_LIMIT_S} " in script
 
 
 @pytest.mark.parametrize(
@@ -226,3 +384,98 @@ def test_no_slurm_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     slow.chmod(0o755)
     with pytest.raises(SlurmUnreachableError, match=r"did not answer within 0\.1 s"):
         gather(offline="offline", timeout_s=0.1)
+
+
+def stand_in(folder: Path, node: bytes, config: bytes = b"SLURM_VERSION = 22.05.8") -> None:
+    """A scontrol that answers so, and nothing else of Slurm."""
+    for name, text in (("node", node), ("config", config), ("partition", b"PartitionName=offline")):
+        (folder / name).write_bytes(text + b"\n")
+    command = folder / "scontrol"
+    command.write_text(
+        f"#!/bin/sh\nfor word; do :; done\n[ -f {folder}/$word ] || exec /bin/echo slurm-wlm 22.05.8\n"
+        f"exec /bin/cat {folder}/$word\n"
+    )
+    command.chmod(0o755)
+
+
+@pytest.mark.parametrize("between", ["\x0c", "\x1c", "\u2028", "\u0085"])
+def test_a_reason_may_hold_any_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, between: str) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = b"caf\xe9" + between.encode() + b"bar"
+    stand_in(tmp_path, b"NodeName=n2 State=IDLE+DRAIN Reason=" + reason + b" [root@now] Partitions=offline")
+    row = gather(offline="offline").nodes["n2"]
+    assert row["Reason"] == f"caf\ufffd{between}bar [root@now]"
+    assert row["Partitions"] == "offline"
+
+
+@pytest.mark.parametrize(
+    ("node", "config"),
+    [
+        (bytes(range(256)), b"SLURM_VERSION = 22.05.8"),
+        (b"NodeName=n1", bytes(range(256)) * 20),
+        (b"", b""),
+        (
+            b"NodeName=n1 Partitions=offline Gres=hslane:" + b"9" * 5000,
+            b"SLURM_VERSION = 22.05.8\nGresTypes=hsfill,hslane",
+        ),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_what_cannot_be_read_is_unknown_and_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: bytes, config: bytes, options: list[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    stand_in(tmp_path, node, config)
+    done = CliRunner().invoke(cli, ["slurm", "check", *options])
+    assert done.exit_code == 3, done.output
+    assert not isinstance(done.exception, Exception)
+    assert done.output.count("Remedy:" if not options else '"remedy"') == 1
+
+
+def test_commands_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "scontrol").write_bytes(b"\x00\x01")
+    (tmp_path / "scontrol").chmod(0o755)
+    with pytest.raises(SlurmUnreachableError, match="cannot be run"):
+        gather(offline="offline")
+
+
+def drained(reason: str, *names: str, state: str = "IDLE+DRAIN", slurm_user: str = "slurm(64030)") -> Any:
+    facts = right()
+    facts = replace(facts, config={**facts.config, "SlurmUser": slurm_user})
+    for name in names:
+        facts = changed(facts, name, State=state, Reason=reason)
+    return bad(facts)
+
+
+def test_a_pool_that_an_operator_drained_is_no_alarm() -> None:
+    found = drained("rack 4 [west] [ada@2026-01-02T03:04:05]", "n1", "n2")
+    assert {code: f.level for code, f in found.items()} == {
+        "node_drained": Level.WARNING,
+        "no_node": Level.WARNING,
+    }
+    assert "ada took it out at 2026-01-02T03:04:05 (rack 4 [west])" in found["node_drained"].text
+    assert "state=resume` puts it back" in found["node_drained"].remedy
+    found = drained("fan [root@1795994605]", "n1", slurm_user="root(0)")
+    assert found.keys() == {"node_drained"}
+    assert "root took it out at 2026-11-29T23:23:25+00:00 (fan)" in found["node_drained"].text
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("Not responding [slurm@2026-01-02T03:04:05]", "DOWN*"),
+        ("Not responding [root@2026-01-02T03:04:05]", "DOWN*"),
+        ("something new [slurm@2026-01-02T03:04:05]", "IDLE+DRAIN"),
+        ("hybridsched: job 7 lost a GPU [root@2026-01-02T03:04:05]", "IDLE+DRAIN"),
+        ("Prolog error [root@2026-01-02T03:04:05]", "IDLE+DRAIN"),
+        ("fan [ada@2026-01-02T03:04:05]", "IDLE+DRAIN+INVALID_REG"),
+        ("", "IDLE+DRAIN"),
+    ],
+)
+def test_a_pool_that_went_away_by_itself_is_one(reason: str, state: str) -> None:
+    found = drained(reason, "n1", "n2", state=state)
+    assert found["no_node"].level is Level.CRITICAL
+    assert found.keys() == {"node_state", "no_node"}
+    mixed = examine(changed(right(), "n1", State="DOWN*", Reason="Not responding"), Site())
+    assert "no_node" not in {f.code for f in mixed}

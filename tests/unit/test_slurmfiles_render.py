@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hybridsched.cli.slurm import slurm
 from hybridsched.slurmfiles import Site, SiteError, load_site, parse_site, render
 from hybridsched.slurmfiles.records import entries, gres_counts
+from hybridsched.slurmfiles.render import batch_scripts
 from hybridsched.slurmfiles.site import Nodes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,6 +24,27 @@ names = "n[1-2]"
 gpu_type = "a100"
 gpus = 4
 """
+
+
+def test_batch_scripts_have_the_sites_names() -> None:
+    text = """
+[partitions]
+online = "serve"
+offline = "scavenge"
+[fill]
+gres = "openlane"
+places = "lane"
+[jobs]
+signal = "USR1"
+notice_s = 90
+"""
+    scripts = batch_scripts(parse_site(text))
+    assert scripts.keys() == {"offline.sbatch", "own.sbatch", "online.sbatch"}
+    for name in ("offline.sbatch", "own.sbatch"):
+        lines = scripts[name].splitlines()
+        for line in ("--partition=scavenge", "--gres=openlane:1,lane:1", "--signal=B:USR1@90"):
+            assert f"#SBATCH {line}" in lines
+    assert "#SBATCH --partition=serve" in scripts["online.sbatch"]
 
 
 def test_golden_files() -> None:
@@ -127,7 +149,8 @@ def test_render_command(tmp_path: Path) -> None:
     answer = CliRunner().invoke(slurm, ["render", str(site), "--out", str(tmp_path / "out"), "--json"])
     assert answer.exit_code == 0
     files = json.loads(answer.output)["files"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(tmp_path / "out")) for path in written) == files
     assert (tmp_path / "out" / "prolog.sh").stat().st_mode & 0o111
     assert CliRunner().invoke(slurm, ["render", str(tmp_path / "none.toml")]).exit_code == 2
     site.write_text("")

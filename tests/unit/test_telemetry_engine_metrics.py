@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridsched.engines.protocol import EngineStats
 from hybridsched.telemetry.engine_metrics import EngineReading, EngineTracker
-from hybridsched.telemetry.window import SlidingWindow, bucket_delta, bucket_percentile
+from hybridsched.telemetry.window import RENEW_SUM, SlidingWindow, bucket_delta, bucket_percentile
 
 
 def reading(**fields: Any) -> EngineReading:
@@ -76,6 +78,41 @@ def test_requests_that_only_the_caller_knows_of_count_as_held() -> None:
     assert tracker.observe(reading(), 3000.0, held=1).frozen_ms == 3000.0
 
 
+def test_work_that_left_without_a_counter_moving_leaves_a_doubt() -> None:
+    """Taken away because its numbers stood still, it must not be given back onto the same numbers."""
+    tracker = EngineTracker(doubt_after_ms=1000.0, doubt_ms=5000.0)
+    for at in (0.0, 1500.0, 3000.0):
+        tracker.observe(reading(), at, held=64)
+    assert tracker.observe(reading(), 3100.0).frozen_ms == 3100.0
+    assert tracker.observe(reading(), 7900.0).frozen_ms == 7900.0
+    assert tracker.observe(reading(), 8000.0).frozen_ms == 0.0, "after a while it may be tried again"
+    for at in (9000.0, 12_000.0):
+        tracker.observe(reading(), at, held=1)
+    assert tracker.observe(reading(iterations_total=1.0), 12_100.0).frozen_ms == 0.0, "a counter moved"
+    tracker.observe(reading(iterations_total=1.0), 13_000.0, held=1)
+    tracker.observe(reading(iterations_total=1.0), 13_900.0, held=1)
+    assert tracker.observe(reading(iterations_total=1.0), 14_000.0).frozen_ms == 0.0, "it was not long"
+
+
+def test_a_killed_workers_last_word_is_no_ground_for_doubt() -> None:
+    """Its record outlives it by a second or more, beside an engine that has dropped its requests."""
+    tracker = EngineTracker(doubt_after_ms=1000.0, doubt_ms=30_000.0)
+    tracker.observe(reading(running=64.0), 0.0, said=64, said_at_ms=0.0)
+    tracker.observe(reading(running=64.0, iterations_total=9.0), 400.0, said=64, said_at_ms=300.0)
+    for at in (800.0, 1200.0, 1600.0):
+        tracker.observe(reading(iterations_total=9.0), at, said=64, said_at_ms=450.0)
+    assert tracker.observe(reading(iterations_total=9.0), 1750.0).frozen_ms == 0.0
+
+
+def test_a_living_workers_word_that_leaves_is_one() -> None:
+    tracker = EngineTracker(doubt_after_ms=1000.0, doubt_ms=30_000.0)
+    for at in (0.0, 500.0, 1000.0, 1500.0):
+        tracker.observe(reading(), at, said=64, said_at_ms=at - 200.0)
+    assert tracker.observe(reading(), 1600.0).frozen_ms == 1600.0
+    # Its worker is killed only then: what was seen before stays seen.
+    assert tracker.observe(reading(), 3100.0).frozen_ms == 3100.0
+
+
 def test_a_reading_without_counters_does_not_wipe_the_time_of_standing_still() -> None:
     tracker = EngineTracker()
     tracker.observe(reading(running=1.0), 0.0)
@@ -122,6 +159,30 @@ def test_bucket_helpers() -> None:
     assert bucket_percentile(buckets(0, 0, 0), 0.5) is None
     assert bucket_percentile(buckets(10, 10, 10), 0.5) == pytest.approx(0.05)
     assert bucket_percentile(buckets(0, 0, 4), 0.5) == 0.2, "unbounded: its lower bound"
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0.0, 40.0), st.floats(0.0, 1e6)), max_size=60),
+    capacity=st.integers(1, 20),
+)
+def test_the_mean_of_a_window_is_that_of_its_values(steps: list[tuple[float, float]], capacity: int) -> None:
+    """A running sum: what is dropped by age and by capacity leaves it."""
+    window = SlidingWindow(100.0, capacity=capacity)
+    now, held = 0.0, []
+    for gap, value in steps:
+        now += gap
+        window.add(now, value)
+        held = [(at, one) for at, one in [*held, (now, value)][-capacity:] if now - at <= 100.0]
+        assert window.mean(now) == pytest.approx(sum(one for _, one in held) / len(held), abs=1e-6)
+    assert window.mean(now + 101.0) is None
+
+
+def test_the_mean_does_not_drift() -> None:
+    window = SlidingWindow(1e9, capacity=3)
+    window.add(0.0, 1e17)
+    for at in range(2 * RENEW_SUM):
+        window.add(float(at), 0.1)
+    assert window.mean(float(2 * RENEW_SUM)) == pytest.approx(0.1)
 
 
 def test_sliding_window() -> None:

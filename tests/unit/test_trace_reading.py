@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridsched import traces
 from hybridsched.demo import trace
-from hybridsched.demo.trace import TraceError, TraceRow
+from hybridsched.traces import TraceError, TraceRow
 
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
 
@@ -25,8 +26,8 @@ def test_reads_plain_and_compressed_alike(tmp_path: Path) -> None:
     plain = write(tmp_path, text)
     packed = tmp_path / "t.csv.gz"
     packed.write_bytes(gzip.compress(text.encode()))
-    rows = trace.read_trace(plain)
-    assert rows == trace.read_trace(packed)
+    rows = traces.read_trace(plain)
+    assert rows == traces.read_trace(packed)
     assert rows == [
         TraceRow(arrival_s=0.0, prompt_tokens=10, output_tokens=2),
         TraceRow(arrival_s=1.5, prompt_tokens=20, output_tokens=3),
@@ -37,7 +38,7 @@ def test_orders_by_arrival_and_ignores_what_it_does_not_need(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path, "\ufeffuser,output_tokens,arrival_s,prompt_tokens\nx,2,5,10\n\ny,3,1,20\n")
-    assert [(r.arrival_s, r.prompt_tokens, r.output_tokens) for r in trace.read_trace(path)] == [
+    assert [(r.arrival_s, r.prompt_tokens, r.output_tokens) for r in traces.read_trace(path)] == [
         (1.0, 20, 3),
         (5.0, 10, 2),
     ]
@@ -56,31 +57,39 @@ def test_orders_by_arrival_and_ignores_what_it_does_not_need(
         (HEADER + "0,0,1\n", "line 2: prompt_tokens is '0'"),
         (HEADER + "0,5,1.5\n", "line 2: output_tokens is '1.5'"),
         (HEADER + "0,5\n", "line 2: 2 cells, 3 are needed"),
+        (HEADER + f"0,{'5' * 200_000},1\n", "cannot be read"),
+        (HEADER.replace("\n", ",arrival_s\n") + "0,5,5,7\n", "column 'arrival_s' is there twice"),
+        ('{"custom_id": "a"}\n', "must end in .jsonl"),
     ],
 )
 def test_an_error_names_the_line(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(TraceError, match="trace ") as caught:
-        trace.read_trace(write(tmp_path, text))
+        traces.read_trace(write(tmp_path, text))
     assert says in str(caught.value)
 
 
 def test_a_missing_or_broken_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="does not exist"):
-        trace.read_trace(tmp_path / "none.csv")
+        traces.read_trace(tmp_path / "none.csv")
     broken = tmp_path / "b.csv.gz"
     broken.write_bytes(gzip.compress((HEADER + "0,1,1\n" * 50).encode())[:-12])
     with pytest.raises(TraceError, match="cannot be read"):
-        trace.read_trace(broken)
+        traces.read_trace(broken)
+    packed = bytearray(gzip.compress((HEADER + "0,1,1\n" * 50).encode()))
+    packed[10] = 0x07  # a block of a type that there is none of
+    broken.write_bytes(packed)
+    with pytest.raises(TraceError, match="cannot be read"):
+        traces.read_trace(broken)
     broken.write_bytes(b"no gzip")
     with pytest.raises(TraceError, match="cannot be read"):
-        trace.read_trace(broken)
+        traces.read_trace(broken)
 
 
 def test_cut_takes_the_half_open_span_from_its_start(tmp_path: Path) -> None:
-    rows = trace.read_trace(write(tmp_path, HEADER + "0,1,1\n10,2,1\n15,3,1\n20,4,1\n"))
-    assert [(r.arrival_s, r.prompt_tokens) for r in trace.cut(rows, 10, 10)] == [(0.0, 2), (5.0, 3)]
+    rows = traces.read_trace(write(tmp_path, HEADER + "0,1,1\n10,2,1\n15,3,1\n20,4,1\n"))
+    assert [(r.arrival_s, r.prompt_tokens) for r in traces.cut(rows, 10, 10)] == [(0.0, 2), (5.0, 3)]
     with pytest.raises(TraceError, match=r"from 30 s to 40 s; it has arrivals from 0 s to 20 s"):
-        trace.cut(rows, 30, 10)
+        traces.cut(rows, 30, 10)
 
 
 def test_prompts_are_exact_repeatable_and_share_no_prefix() -> None:
@@ -126,10 +135,10 @@ def test_online_bodies_stream_with_usage() -> None:
 
 
 def test_the_shipped_files_are_whole() -> None:
-    online = trace.read_trace(trace.shipped(trace.SHIPPED_TRACE))
+    online = traces.read_trace(traces.shipped(traces.SHIPPED_TRACE))
     assert len(online) == 8819
     assert max(row.prompt_tokens for row in online) == 7437
-    assert len(trace.read_trace(trace.shipped(trace.SHIPPED_LENGTHS))) == 2000
-    attribution = trace.shipped("ATTRIBUTION.md").read_text(encoding="utf-8")
+    assert len(traces.read_trace(traces.shipped(traces.SHIPPED_LENGTHS))) == 2000
+    attribution = traces.shipped("ATTRIBUTION.md").read_text(encoding="utf-8")
     assert "CC-BY-4.0" in attribution
     assert "MIT License" in attribution
