@@ -1,6 +1,6 @@
 """What a cycle of the policy worker costs, for 10 to 10,000 lanes, against physical floors of the same run.
 
-    python benchmarks/policy_cycle.py [--lanes 10,100,1000,10000] [--repeats N] [--json]
+    python benchmarks/policy_cycle.py [--lanes 10,100,1000,3000,10000] [--repeats N] [--json]
 
 Measured alone on a Valkey of its own (unix socket), median of the repeats; what is pure in CPU time, the
 cycle in wall time and in CPU time:
@@ -32,6 +32,7 @@ import msgspec
 
 from hybridsched.core.decide import decide
 from hybridsched.core.policy import EnginePolicy, IdlePolicy, PolicyKind, PoolPolicy
+from hybridsched.core.publishing import gate_of
 from hybridsched.core.values import GateDecision, GateState, Snapshot
 from hybridsched.log import configure
 from hybridsched.store.connection import async_client
@@ -47,8 +48,8 @@ from hybridsched.store.telemetry import (
     ReplicaRecord,
     open_object,
 )
-from hybridsched.workers.policy import PolicyWorker, calm_collector
-from hybridsched.workers.policy_gates import gate_of
+from hybridsched.workers.policy import PolicyWorker
+from hybridsched.workers.policy_run import calm_collector
 
 POOL = "bench"
 KEYS = Keys(POOL)
@@ -214,7 +215,7 @@ async def run(sizes: list[int], repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", default="10,100,1000,10000", help="sizes, comma separated")
+    parser.add_argument("--lanes", default="10,100,1000,3000,10000", help="sizes, comma separated")
     parser.add_argument("--repeats", type=int, default=50, help="most repeats of each measurement")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
