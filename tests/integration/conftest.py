@@ -29,10 +29,12 @@ def pool_url(valkey: redis.Redis, valkey_url: str) -> str:
 
 
 @pytest.fixture
-def case(tmp_path: Path, clean_slurm: Testbed, pool_url: str, engine: str) -> Iterator[BatchCase]:
-    """A batch for real Slurm jobs, and a slow engine."""
+def case(
+    request: pytest.FixtureRequest, tmp_path: Path, clean_slurm: Testbed, pool_url: str, engine: str
+) -> Iterator[BatchCase]:
+    """A batch for real Slurm jobs (parameter: its lines), and a slow engine."""
     source = tmp_path / "batch.jsonl"
-    write_batch(source, BATCH_LINES, seed=2)
+    write_batch(source, getattr(request, "param", BATCH_LINES), seed=2)
     expected = asyncio.run(undisturbed(tmp_path, source, engine))
     (tmp_path / "slow").mkdir()
     with simulated_engine(tmp_path / "slow", speed=CASE_SPEED) as url:

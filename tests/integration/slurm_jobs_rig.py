@@ -77,7 +77,13 @@ class Site:
 
 @asynccontextmanager
 async def site(slurm: Testbed, redis_url: str, engine_url: str) -> AsyncIterator[Site]:
-    """The pool, with its replica's record and its gate renewed until the end."""
+    """The pool, with its replica's record and its gate renewed until the end.
+
+    Only the node with the lane takes offline jobs, as the policy worker would have it.
+    """
+    for node in slurm.nodes:
+        if node != NODE:
+            await asyncio.to_thread(slurm.set_fill, node, 0)
     client = async_client(redis_url)
     store = TelemetryStore(client, POOL)
 
@@ -148,8 +154,8 @@ CASE_SPEED = 2.0
 
 @dataclass(frozen=True)
 class BatchCase:
-    """A batch of BATCH_LINES lines, what it gives undisturbed, and an engine on which it takes long enough to
-    be interrupted."""
+    """A batch (of BATCH_LINES lines, or as many as the test asks for), what it gives undisturbed, and an engine
+    on which it takes long enough to be interrupted."""
 
     source: Path
     expected: dict[str, Any]

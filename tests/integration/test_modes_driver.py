@@ -95,6 +95,10 @@ def _layout(document: bytes) -> tuple[LayoutEntry, ...]:
     return layouts[selected or ""]
 
 
+ACT_S = 10.0
+"""Longer than any act here takes."""
+
+
 class Host:
     """One host with its pool, and a policy worker's modes that look as often as the test says."""
 
@@ -130,8 +134,11 @@ class Host:
         await self.task.look(
             self.policy, TOKEN, await self.cluster.jobs(), await self.cluster.nodes(), telemetry
         )
-        for _ in range(50):  # the acts are tasks; none of them waits for anything real
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        # The acts are tasks; what they wait for is the store, which is asked before each command.
+        acts = [task for task in asyncio.all_tasks() if task.get_name().startswith("mode-")]
+        if acts:
+            await asyncio.wait(acts, timeout=ACT_S)
 
     @property
     def state(self) -> HostState:

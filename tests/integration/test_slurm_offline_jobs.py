@@ -161,6 +161,8 @@ async def test_scancel_ends_the_job_and_submitting_again_goes_on(
     assert results(case.source) == case.expected
 
 
+# Slurm leaves a job alone for PreemptExemptTime (5 s): there is work for several times as long.
+@pytest.mark.parametrize("case", [4 * BATCH_LINES], indirect=True)
 async def test_online_takes_its_gpu_back_and_the_job_goes_on(
     clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
@@ -172,7 +174,7 @@ async def test_online_takes_its_gpu_back_and_the_job_goes_on(
         online = clean_slurm.sbatch(
             "--partition=online", "--nodelist=n1", "--gres=gpu:a100:1", "--wrap=sleep 3"
         )
-        await pool.wait(online, "RUNNING", timeout_s=30)
+        await pool.wait(online, "RUNNING", timeout_s=60)
         assert clean_slurm.job(job)["JobState"] == "PENDING"
         await pool.wait(job, "COMPLETED", "FAILED", timeout_s=90)
         assert clean_slurm.job(job)["JobState"] == "COMPLETED", clean_slurm.output(job)
