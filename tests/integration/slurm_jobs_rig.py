@@ -154,8 +154,8 @@ CASE_SPEED = 2.0
 
 @dataclass(frozen=True)
 class BatchCase:
-    """A batch (of BATCH_LINES lines, or as many as the test asks for), what it gives undisturbed, and an engine
-    on which it takes long enough to be interrupted."""
+    """A batch (of BATCH_LINES lines, or as many as the test asks for), what it gives undisturbed, and an
+    engine on which it takes long enough to be interrupted."""
 
     source: Path
     expected: dict[str, Any]
