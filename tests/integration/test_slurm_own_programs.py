@@ -216,6 +216,7 @@ async def test_a_job_that_was_submitted_from_a_lane_holds_its_own_or_none(
     """sbatch hands the environment on, with the lane of the job that called it."""
     inner_out = tmp_path / "inner.out"
     async with site(clean_slurm, valkey_url, "http://127.0.0.1:9") as pool:
+        clean_slurm.set_fill("n2", 1)  # as where there is a lane, which the inner job waits for in vain
         await pool.gate.set(GateState.OPEN)
         program = "from hybridsched import lane; print(lane.wait_open(3), lane.engine_url(), flush=True)"
         inner = pool.script(f"exec {sys.executable} -c '{program}'").rename(tmp_path / "inner.sbatch")
