@@ -32,6 +32,14 @@ SEND_WINDOW_S = 0.004
 at once they would keep the engine's front end busy for tens of milliseconds, and an abort that comes then
 would wait behind them. Four bodies of 2,500 token ids take about 2 ms to read."""
 
+UNREAD_MOST = 4
+"""Most requests under way that the engine is not known to have read. A front end that is short of processor
+time reads slower than `SEND_BURST` allows for, and what it has not read an abort has to wait behind."""
+
+UNREAD_BOUND_S = 0.05
+"""After this a request is taken to be read, seconds: where nobody asks the engine, or it does not answer,
+that makes a lane slower and does not stop it."""
+
 _LEAST_WAIT_S = 0.0002
 
 
@@ -65,6 +73,9 @@ class PromptPace:
         self._recent: deque[tuple[float, int]] = deque()
         self._recent_tokens = 0
         self._sends: deque[float] = deque(maxlen=SEND_BURST)
+        self._unread: deque[float] = deque()
+        self.sent = 0
+        """Requests granted so far."""
 
     @property
     def final_s(self) -> float:
@@ -79,6 +90,8 @@ class PromptPace:
         wait_s = 0.0
         if len(self._sends) == SEND_BURST:
             wait_s = self._sends[0] + SEND_WINDOW_S - now_s
+        if self.unread(now_s) >= UNREAD_MOST:
+            wait_s = max(wait_s, self._unread[-UNREAD_MOST] + UNREAD_BOUND_S - now_s)
         if self._inflight == 0 or self.slice_tokens <= 0:
             return wait_s
         if self._inflight_tokens + tokens > 2 * self.slice_tokens:
@@ -95,6 +108,8 @@ class PromptPace:
     def grant(self, tokens: int, now_s: float) -> Grant:
         """A request is sent."""
         grant = Grant(tokens, now_s, alone=self._inflight == 0)
+        self.sent += 1
+        self._unread.append(now_s)
         self._inflight += 1
         self._inflight_tokens += tokens
         self._sends.append(now_s)
@@ -102,6 +117,19 @@ class PromptPace:
             self._recent.append((now_s, tokens))
             self._recent_tokens += tokens
         return grant
+
+    def unread(self, now_s: float) -> int:
+        """Requests that the engine is not known to have read."""
+        unread = self._unread
+        while unread and unread[0] + UNREAD_BOUND_S <= now_s:
+            unread.popleft()
+        return len(unread)
+
+    def read(self, sent: int) -> None:
+        """The engine has read the first so many requests of this lane."""
+        unread = self._unread
+        while unread and self.sent - len(unread) < sent:
+            unread.popleft()
 
     def measured(self, grant: Grant, now_s: float) -> None:
         """A slice has been computed; its time tells the length of an iteration. Close its grant as well."""

@@ -5,16 +5,30 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import inf
 
-from hybridsched.core.pacing import Grant, PromptPace
+from hybridsched.core.pacing import UNREAD_MOST, Grant, PromptPace
+
+_ASK_FROM = UNREAD_MOST // 2
+"""Unread requests from which the engine is asked whether it has read them."""
+_ON_ITS_WAY_S = 0.001
+"""From leave to send until the body is in the engine's socket, seconds: a question before that would be
+answered before the request is read."""
 
 
 class PrefillPacer:
-    """Orders the prompts of one lane. Everything happens on one event loop."""
+    """Orders the prompts of one lane. Everything happens on one event loop.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `ask` puts a small question to the engine's front end; True: answered, so that all that lay there before
+    it has been read. Without it nothing is known to be read before `UNREAD_BOUND_S`.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[bool]] | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ask = ask
+        self._asking: asyncio.Task[None] | None = None
         self._clock = clock
         self._pace = PromptPace()
         self._waiting: list[tuple[tuple[int, ...], int, int, asyncio.Future[Grant | None]]] = []
@@ -40,7 +54,7 @@ class PrefillPacer:
         """Wait for leave to send; the lowest `order` first. None: the lane has been stopped meanwhile."""
         now_s = self._clock()
         if not self._waiting and self._pace.wait_s(tokens, now_s) <= 0:
-            return self._pace.grant(tokens, now_s)
+            return self._grant(tokens, now_s)
         future: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
         self._sequence += 1
         heapq.heappush(self._waiting, (order, self._sequence, tokens, future))
@@ -67,8 +81,14 @@ class PrefillPacer:
             loop = asyncio.get_running_loop()
             self._finals[grant] = loop.call_later(self._pace.final_s, self._close, grant)
 
+    def quiet(self) -> None:
+        """Every request has come back."""
+        self._pace.read(self._pace.sent)
+
     def stop(self) -> None:
         """Send every waiter away without leave."""
+        if self._asking is not None:
+            self._asking.cancel()
         waiting, self._waiting = self._waiting, []
         for *_, future in waiting:
             if not future.done():
@@ -98,4 +118,23 @@ class PrefillPacer:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._pump)
                 return
             heapq.heappop(self._waiting)
-            future.set_result(self._pace.grant(tokens, now_s))
+            future.set_result(self._grant(tokens, now_s))
+
+    def _grant(self, tokens: int, now_s: float) -> Grant:
+        grant = self._pace.grant(tokens, now_s)
+        if self._ask is not None and self._asking is None and self._pace.unread(now_s) >= _ASK_FROM:
+            self._asking = asyncio.create_task(self._read(self._ask), name="unread")
+        return grant
+
+    async def _read(self, ask: Callable[[], Awaitable[bool]]) -> None:
+        """Ask until few requests are unread. Without an answer they are taken to be read after a while."""
+        try:
+            while self._pace.unread(self._clock()) >= _ASK_FROM:
+                await asyncio.sleep(_ON_ITS_WAY_S)
+                sent = self._pace.sent
+                if not await ask():
+                    return
+                self._pace.read(sent)
+                self._pump()
+        finally:
+            self._asking = None

@@ -37,7 +37,7 @@ class LineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """An abort is sent a second time after this, while answers are missing: the first may have overtaken
     requests on their way, and vLLM does not say which of the ids it knew."""
     abort_repeat_s: float = 0.02
-    """The same after the second one."""
+    """Longest time between two of them: they are sent at twice the distance each time."""
     young_s: float = 0.01
     """A request sent less than this before a pause may still be on its way, where no abort finds it. Its
     connection is closed instead: it has produced a token at most, and a server drops what it has not read."""
@@ -107,7 +107,7 @@ class LaneWire:
         self._settings = settings
         self._on_change = on_change
         self._clock = clock
-        self.pacer = PrefillPacer(clock=clock)
+        self.pacer = PrefillPacer(engine.healthy, clock=clock)
         self.tag = secrets.token_hex(6)
         """Tells this lane's requests from those of every other worker, before and after it."""
         self.next_number = 0
@@ -176,6 +176,7 @@ class LaneWire:
             if not self._sent:
                 self.quiet_s = self._clock()
                 self._quiet.set()
+                self.pacer.quiet()
             self._on_change()
 
     def hold(self, held: bool) -> None:
@@ -236,7 +237,7 @@ class LaneWire:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._quiet.wait()
-            wait_s = self._settings.abort_repeat_s
+            wait_s = min(2 * wait_s, self._settings.abort_repeat_s)
         for post in posts:
             post.cancel()
         return total, len(closed)
