@@ -142,7 +142,7 @@ def online(
 
 @worker.command()
 @_common
-@click.option("--lane", callback=worker_name, help="The lane's name; default: the replica's.")
+@click.option("--lane", callback=worker_name, help="The lane's name, which is its replica's.")
 @click.option(
     "--replica",
     callback=worker_name,
@@ -239,10 +239,10 @@ def offline(
             raise click.UsageError(f"{name} goes with --slurm-job FILE; a lane's worker runs every batch")
     if replica is None or model is None or engine_url is None:
         raise click.UsageError("give --replica, --model and --engine, or --slurm-job FILE inside a Slurm job")
-    if own_engine and lane not in (None, replica):
+    if lane not in (None, replica):
         raise click.UsageError(
-            f"--lane {lane}: a lane with its own engine has the name of its replica, {replica}, as a claim "
-            "of online requests closes the gate of that name in the same step; leave --lane out"
+            f"--lane {lane}: a lane has the name of its replica, {replica}, as a claim of online requests "
+            "closes the gate of that name in the same step; leave --lane out"
         )
     log = _request_log(request_log)
 
@@ -252,7 +252,7 @@ def offline(
         await run_offline(
             redis_url=url,
             pool=pool,
-            lane=lane or replica,
+            lane=replica,
             replica=replica,
             model=model,
             engine_url=engine_url,

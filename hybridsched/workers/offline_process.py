@@ -20,6 +20,7 @@ from hybridsched.store.tasks import end_tasks
 from hybridsched.workers.lane_alone import check_alone, watch_alone
 from hybridsched.workers.lane_claim import Tenure
 from hybridsched.workers.lane_own import OwnLane, owner_here
+from hybridsched.workers.lane_replica import watch_replica
 from hybridsched.workers.offline import SWITCH_S, OfflineWorker
 
 
@@ -58,6 +59,10 @@ async def run_offline(
     client = async_client(redis_url, name=f"offline-{lane}-hold")
     place = Place(lane=lane, replica=replica, model=model, url=engine_url)
     own = OwnLane(LaneHolders(client, pool), place, owner=owner_here())
+    looking: list[asyncio.Task[None]] = []
+    if not own_engine:
+        look = watch_replica(client, pool, replica=replica, url=engine_url)
+        looking.append(asyncio.create_task(look, name="replica"))
     try:
         while not stop.is_set() and (tenure := await own.take(stop)) is not None:
             if own_engine:
@@ -79,6 +84,7 @@ async def run_offline(
             if await _hold_and_run(worker, tenure, stop, alone):
                 return
     finally:
+        await end_tasks(*looking)
         await client.aclose()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             loop.remove_signal_handler(number)
