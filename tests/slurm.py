@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -145,6 +146,16 @@ class Testbed:
         """Stop slurmctld and start it again with its saved state."""
         self.kill("slurmctld", signal)
         self.up()
+
+    def wait_saved(self) -> None:
+        """Wait until slurmctld has written down what it knows by now: it does so some seconds after a change,
+        and a job from before that is unknown to it after a kill."""
+        saved, now = self.state / "ctld" / "job_state", time.time()
+        wait_until(
+            lambda: saved.exists() and saved.stat().st_mtime > now,
+            timeout_s=30,
+            what="slurmctld's saved state",
+        )
 
     def log(self, daemon: str = "slurmctld") -> str:
         """The log of `slurmctld`, `slurmd-NODE`, `hooks` or `munged`."""

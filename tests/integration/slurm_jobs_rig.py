@@ -148,7 +148,7 @@ async def until(check: Callable[[], object], *, timeout_s: float = 40, what: str
     await asyncio.to_thread(wait_until, check, timeout_s=timeout_s, what=what)
 
 
-BATCH_LINES = 80
+BATCH_LINES = 160
 CASE_SPEED = 2.0
 
 

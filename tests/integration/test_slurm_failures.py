@@ -62,6 +62,7 @@ def job_processes(slurm: Testbed, job: int) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", [2 * LINES], indirect=True)  # slurmctld's state is saved meanwhile
 async def test_slurmctld_restarts_under_a_running_job(
     clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
@@ -69,6 +70,7 @@ async def test_slurmctld_restarts_under_a_running_job(
         await made.gate.set(GateState.OPEN)
         job = made.sbatch(str(case.source), *case.speed, options=("--nodelist=n1",))
         await until(lambda: done_lines(valkey, SITE_POOL) >= 5, timeout_s=40, what="five lines done")
+        await asyncio.to_thread(clean_slurm.wait_saved)
         await asyncio.to_thread(clean_slurm.kill, "slurmctld")
         alone = done_lines(valkey, SITE_POOL) + 5
         await until(
@@ -76,7 +78,7 @@ async def test_slurmctld_restarts_under_a_running_job(
         )
         await made.gate.set(GateState.CLOSED)  # so that something is left to do
         await asyncio.to_thread(clean_slurm.up)
-        assert done_lines(valkey, SITE_POOL) < LINES - 1, "it was in the middle"
+        assert done_lines(valkey, SITE_POOL) < len(case.expected) - 1, "it was in the middle"
         await made.gate.set(GateState.OPEN)
         shown = await ends_complete(made, job)
         assert shown["Restarts"] == "0", "the job did not notice"

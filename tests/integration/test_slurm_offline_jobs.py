@@ -162,7 +162,7 @@ async def test_scancel_ends_the_job_and_submitting_again_goes_on(
 
 
 # Slurm leaves a job alone for PreemptExemptTime (5 s): there is work for several times as long.
-@pytest.mark.parametrize("case", [4 * BATCH_LINES], indirect=True)
+@pytest.mark.parametrize("case", [2 * BATCH_LINES], indirect=True)
 async def test_online_takes_its_gpu_back_and_the_job_goes_on(
     clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:

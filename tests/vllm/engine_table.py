@@ -53,6 +53,7 @@ async def observe(url: str) -> dict[str, str]:
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = Client(session, url)
         for title, probe in PROBES.items():
+            await client.running(0)  # or a probe could take the one before, on its way out, for its own
             seen[title] = await probe(client)
         for name, about in (await families(client)).items():
             seen[_METRIC + name] = about
