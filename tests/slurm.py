@@ -147,15 +147,16 @@ class Testbed:
         self.kill("slurmctld", signal)
         self.up()
 
-    def wait_saved(self) -> None:
-        """Wait until slurmctld has written down what it knows by now: it does so some seconds after a change,
-        and a job from before that is unknown to it after a kill."""
+    def wait_saved(self, job: int) -> None:
+        """Wait until slurmctld has written down what it knows of a job: it does so some seconds after a
+        change, and after a kill it knows no more than that."""
         saved, now = self.state / "ctld" / "job_state", time.time()
-        wait_until(
-            lambda: saved.exists() and saved.stat().st_mtime > now,
-            timeout_s=30,
-            what="slurmctld's saved state",
-        )
+        self.run("scontrol", "update", f"jobid={job}", "nice=0")  # a change, or there may be nothing to write
+
+        def written() -> bool:
+            return saved.exists() and saved.stat().st_mtime > now
+
+        wait_until(written, timeout_s=60, what="slurmctld's saved state")
 
     def log(self, daemon: str = "slurmctld") -> str:
         """The log of `slurmctld`, `slurmd-NODE`, `hooks` or `munged`."""

@@ -62,7 +62,6 @@ def job_processes(slurm: Testbed, job: int) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("case", [2 * LINES], indirect=True)  # slurmctld's state is saved meanwhile
 async def test_slurmctld_restarts_under_a_running_job(
     clean_slurm: Testbed, valkey: redis.Redis, case: BatchCase
 ) -> None:
@@ -70,8 +69,10 @@ async def test_slurmctld_restarts_under_a_running_job(
         await made.gate.set(GateState.OPEN)
         job = made.sbatch(str(case.source), *case.speed, options=("--nodelist=n1",))
         await until(lambda: done_lines(valkey, SITE_POOL) >= 5, timeout_s=40, what="five lines done")
-        await asyncio.to_thread(clean_slurm.wait_saved)
+        await made.gate.set(GateState.CLOSED)
+        await asyncio.to_thread(clean_slurm.wait_saved, job)
         await asyncio.to_thread(clean_slurm.kill, "slurmctld")
+        await made.gate.set(GateState.OPEN)
         alone = done_lines(valkey, SITE_POOL) + 5
         await until(
             lambda: done_lines(valkey, SITE_POOL) >= alone, timeout_s=20, what="work without slurmctld"
