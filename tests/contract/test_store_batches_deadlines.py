@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from hybridsched.store.batches import BatchStore
-from tests.contract.test_store_batches_cli import hs
+from tests.contract.batch_command import hs
 from tests.contract.test_store_batches_ledger import new
 
 
