@@ -37,7 +37,7 @@ class Mutant(NamedTuple):
     """What must fail; pytest's arguments."""
 
 
-IDLE = ("tests/unit/test_core_decide.py", "tests/property/test_policies.py")
+IDLE = ("tests/unit/test_core_idle.py", "tests/unit/test_core_decide.py", "tests/property/test_policies.py")
 GATE = ("tests/unit/test_core_gate.py", "tests/property/test_gate_machine.py")
 LANE = ("tests/unit/test_core_lane.py", "tests/property/test_lane_machine.py")
 FILL = ("tests/unit/test_core_fill.py", "tests/property/test_fill_machine.py")
