@@ -15,8 +15,8 @@ from hybridsched.core.policy import OfflinePolicy, PolicyKind, PoolPolicy
 from hybridsched.engines.protocol import Completion, EngineError
 from hybridsched.workers.offline_engine import LaneEngine
 from hybridsched.workers.offline_file import FileRun, Routes
+from tests.unit.line_machine import FAST
 from tests.unit.step_engine import StepEngine
-from tests.unit.test_offline_lines import FAST
 
 POLICY = PoolPolicy(
     name="local", kind=PolicyKind.UNPROTECTED, offline=OfflinePolicy(slots_for_online=0, slice_tokens=0)

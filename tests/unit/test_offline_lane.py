@@ -14,8 +14,8 @@ from hybridsched.core.values import Budget, Gate, GateState
 from hybridsched.workers.offline_lane import Lane
 from hybridsched.workers.offline_lines import LineExecutor
 from tests.helpers import await_until
+from tests.unit.line_machine import FAST, Sink, admits, prompt_of
 from tests.unit.step_engine import StepEngine
-from tests.unit.test_offline_lines import FAST, Sink, admits, prompt_of
 
 OPEN = Gate(
     lane="r0",

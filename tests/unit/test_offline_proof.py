@@ -11,8 +11,8 @@ from hybridsched.engines.protocol import Completion, EngineError
 from hybridsched.workers.offline_engine import EngineWatch, LaneAdmission, LaneEngine
 from hybridsched.workers.offline_lines import KILLS, LineExecutor
 from tests.helpers import await_until
+from tests.unit.line_machine import BUDGET, FAST, Sink, admits, finish, machine, prompt_of
 from tests.unit.step_engine import StepEngine
-from tests.unit.test_offline_lines import BUDGET, FAST, Sink, admits, finish, machine, prompt_of
 
 POLICY = PoolPolicy(name="test", kind=PolicyKind.IDLE_WINDOW)
 MISSING = {

@@ -11,8 +11,8 @@ import pytest
 from hybridsched.engines.protocol import EngineError
 from hybridsched.workers import offline_plan as plan
 from hybridsched.workers.offline_lines import LOSSES
+from tests.unit.line_machine import BUDGET, Sink, expected, finish, machine, pause, prompt_of
 from tests.unit.step_engine import Request, StepEngine
-from tests.unit.test_offline_lines import BUDGET, Sink, expected, finish, machine, pause, prompt_of
 
 HALF = "\ufffd"
 
