@@ -1,4 +1,4 @@
-"""The check's reading and judging, without Slurm."""
+"""The check's judging, without Slurm."""
 
 from __future__ import annotations
 
@@ -7,76 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from hybridsched.cli.main import cli
-from hybridsched.slurmfiles import ClusterFacts, Finding, Level, Site, examine, exit_status, parse_site
+from hybridsched.slurmfiles import Finding, Level, Site, examine, exit_status, parse_site
 from hybridsched.slurmfiles.check_limits import EPILOG_LIMIT_S
-from hybridsched.slurmfiles.facts import (
-    SlurmUnreachableError,
-    configured_gres,
-    expand,
-    gather,
-    local_devices,
-    local_hooks,
-    parse_config,
-)
-from hybridsched.slurmfiles.records import parse_fields
-
-
-def right(version: str = "22.05.8") -> ClusterFacts:
-    """A cluster with nothing to find."""
-    new = version >= "23.02"
-    node = {
-        "Gres": "gpu:a100:4,hsfill:4,hslane:4",
-        "GresUsed": "gpu:a100:0(IDX:N/A),hsfill:0,hslane:1",
-        "Partitions": "online,offline",
-        "State": "IDLE",
-        "Version": version,
-    }
-    return ClusterFacts(
-        config={
-            "SLURM_VERSION": version,
-            "PreemptType": "preempt/partition_prio",
-            "PreemptMode": "REQUEUE",
-            "PreemptExemptTime": "00:00:05",
-            "PreemptParameters": "send_user_signal" if new else "(null)",
-            "SlurmctldParameters": "(null)" if new else "enable_configless,preempt_send_user_signal",
-            "SchedulerParameters": "nohold_on_prolog_fail",
-            "JobRequeue": "1",
-            "KillWait": "30 sec",
-            "GresTypes": "gpu,hsfill,hslane",
-            "JobSubmitPlugins": "lua",
-            "Prolog[0]" if new else "Prolog": "/etc/slurm/prolog.sh",
-            "Epilog[0]" if new else "Epilog": "/etc/slurm/epilog.sh",
-            "SelectType": "select/cons_tres",
-            "ProctrackType": "proctrack/cgroup",
-            "MULTIPLE_SLURMD": "Yes",
-            "AuthInfo": "(null)",
-        },
-        partitions={
-            "online": {"PriorityTier": "100", "PreemptMode": "OFF", "MaxTime": "UNLIMITED", "State": "UP"},
-            "offline": {
-                "PriorityTier": "1",
-                "PreemptMode": "REQUEUE",
-                "GraceTime": "120",
-                "MaxTime": "1-00:00:00",
-                "State": "UP",
-            },
-        },
-        nodes={
-            "n1": node,
-            "n2": node,
-            "hspark": {"Gres": "gpu:a100:4,hsfill:4,hslane:4", "Partitions": "offline", "State": "DOWN"},
-        },
-        client=version,
-        refusal="sbatch: error: hybridsched: partition offline needs 4 more lines",
-        configured_gres=dict.fromkeys(("n1", "n2", "hspark"), "gpu:a100:4,hsfill:no_consume:4,hslane:4"),
-    )
-
-
-def bad(facts: ClusterFacts, site: Site | None = None) -> dict[str, Finding]:
-    return {f.code: f for f in examine(facts, site or Site()) if f.level is not Level.OK}
+from tests.unit.right_cluster import bad, changed, right
 
 
 @pytest.mark.parametrize("version", ["22.05.8", "23.02.1", "24.11.5", "26.05.5"])
@@ -90,10 +24,6 @@ def test_the_signal_in_the_old_place_does_nothing_on_a_new_release() -> None:
     found = bad(replace(facts, config=config))
     assert found.keys() == {"user_signal"}
     assert "PreemptParameters" in found["user_signal"].remedy
-
-
-def changed(facts: ClusterFacts, node: str, **fields: str) -> ClusterFacts:
-    return replace(facts, nodes={**facts.nodes, node: {**facts.nodes[node], **fields}})
 
 
 @pytest.mark.parametrize(
@@ -171,23 +101,6 @@ def test_a_line_that_every_command_prints_is_found() -> None:
     assert "hspark" in found["node_sizes"].text
 
 
-def test_gres_of_slurm_conf_are_read_through_includes_and_defaults(tmp_path: Path) -> None:
-    conf = tmp_path / "slurm.conf"
-    conf.write_text(
-        "NodeName=DEFAULT Gres=gpu:1\nNodeName=n[1-2] Gres=gpu:a100:4,hsfill:no_consume:4 CPUs=4\n"
-        "NodeName=n3 CPUs=4\nInclude more.conf\n# NodeName=n9 Gres=x\n"
-    )
-    (tmp_path / "more.conf").write_text("NodeName=hspark Gres=hsfill:no_consume:8 State=DOWN\n")
-    assert configured_gres(str(conf)) == {
-        "n1": "gpu:a100:4,hsfill:no_consume:4",
-        "n2": "gpu:a100:4,hsfill:no_consume:4",
-        "n3": "gpu:1",
-        "hspark": "hsfill:no_consume:8",
-    }
-    assert configured_gres(str(tmp_path / "none.conf")) is None
-    assert configured_gres("") is None
-
-
 @pytest.mark.parametrize(
     ("config", "code", "level"),
     [
@@ -262,24 +175,6 @@ def test_fewer_places_than_lanes() -> None:
     assert "n1 (hslane 1, hsfill 4)" in found["places_fewer"].text
 
 
-def test_hooks_that_are_not_there(tmp_path: Path) -> None:
-    here, there = {"n1": {"NodeAddr": "127.0.0.1"}}, {"n1": {"NodeAddr": "10.0.0.9", "NodeHostName": "far"}}
-    plain = tmp_path / "epilog.sh"
-    plain.write_text("#!/bin/sh\n")
-    config = {"Prolog[0]": "/nowhere/prolog.sh", "Epilog": str(plain), "EpilogSlurmctld": "/nowhere/x"}
-    assert local_hooks(config, there) == []
-    assert [(h.name, h.problem) for h in local_hooks(config, here)] == [
-        ("Prolog", "does not exist"),
-        ("Epilog", "cannot be run"),
-    ]
-    plain.chmod(0o755)
-    assert local_hooks({"Epilog": str(plain)}, here)[0].problem is None
-    assert local_hooks({"Epilog": "/etc/epilog.d/*"}, here) == []
-    found = bad(replace(right(), hooks=local_hooks(config, here)))
-    assert found.keys() == {"prolog_path"}
-    assert found["prolog_path"].level is Level.CRITICAL
-
-
 def test_the_epilog_s_bound_is_the_one_that_is_checked() -> None:
     script = (Path(__file__).resolve().parents[2] / "slurm" / "epilog.sh").read_text()
     assert f"\nLIMIT_S={EPILOG_LIMIT_S} " in script
@@ -324,120 +219,6 @@ def test_exit_status() -> None:
     assert of(Level.OK, Level.WARNING) == 1
     assert of(Level.UNKNOWN, Level.CRITICAL, Level.WARNING) == 2
     assert of(Level.WARNING, Level.UNKNOWN) == 3
-
-
-def test_reading_scontrol() -> None:
-    config = parse_config(
-        "Configuration data as of X\nKillWait                = 30 sec\nPrologFlags = (null)\n\n"
-    )
-    assert config == {"KillWait": "30 sec", "PrologFlags": "(null)"}
-    row = parse_fields(
-        "NodeName=n1 OS=Linux 6.1 #1 SMP @0  State=IDLE Reason=two words [root@now] AllocTRES= X=1"
-    )
-    assert row["OS"] == "Linux 6.1 #1 SMP @0"
-    assert row["Reason"] == "two words [root@now]"
-    assert (row["AllocTRES"], row["X"]) == ("", "1")
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("n1", ["n1"]),
-        ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
-        ("gpu[08-10],x", ["gpu08", "gpu09", "gpu10", "x"]),
-        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-        ("/dev/nvidia[0-1]", ["/dev/nvidia0", "/dev/nvidia1"]),
-        ("", []),
-    ],
-)
-def test_expand(text: str, names: list[str]) -> None:
-    assert expand(text) == names
-
-
-def test_device_files_are_looked_up_through_includes(tmp_path: Path) -> None:
-    (tmp_path / "gres.conf").write_text(
-        "AutoDetect=off\nInclude more.conf\nNodeName=far Name=gpu File=/dev/none\n"
-    )
-    (tmp_path / "more.conf").write_text(
-        f"NodeName=n[1-2] Name=gpu File=/dev/null,/dev/none,{tmp_path}/gres.conf\n"
-    )
-    nodes = {
-        "n1": {"NodeAddr": "127.0.0.1"},
-        "n2": {"NodeAddr": "127.0.0.1"},
-        "far": {"NodeAddr": "10.0.0.9"},
-    }
-    found = local_devices(str(tmp_path / "slurm.conf"), nodes)
-    assert [(d.node, Path(d.path).name, d.problem) for d in found] == [
-        ("n1", "null", None),
-        ("n1", "none", "No such file or directory"),
-        ("n1", "gres.conf", "is no device"),
-    ]
-    assert local_devices("/nowhere/slurm.conf", nodes) == []
-
-
-def test_no_slurm_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SlurmUnreachableError, match="is not installed here"):
-        gather(offline="offline")
-    slow = tmp_path / "scontrol"
-    slow.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    slow.chmod(0o755)
-    with pytest.raises(SlurmUnreachableError, match=r"did not answer within 0\.1 s"):
-        gather(offline="offline", timeout_s=0.1)
-
-
-def stand_in(folder: Path, node: bytes, config: bytes = b"SLURM_VERSION = 22.05.8") -> None:
-    """A scontrol that answers so, and nothing else of Slurm."""
-    for name, text in (("node", node), ("config", config), ("partition", b"PartitionName=offline")):
-        (folder / name).write_bytes(text + b"\n")
-    command = folder / "scontrol"
-    command.write_text(
-        f"#!/bin/sh\nfor word; do :; done\n[ -f {folder}/$word ] || exec /bin/echo slurm-wlm 22.05.8\n"
-        f"exec /bin/cat {folder}/$word\n"
-    )
-    command.chmod(0o755)
-
-
-@pytest.mark.parametrize("between", ["\x0c", "\x1c", "\u2028", "\u0085"])
-def test_a_reason_may_hold_any_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, between: str) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    reason = b"caf\xe9" + between.encode() + b"bar"
-    stand_in(tmp_path, b"NodeName=n2 State=IDLE+DRAIN Reason=" + reason + b" [root@now] Partitions=offline")
-    row = gather(offline="offline").nodes["n2"]
-    assert row["Reason"] == f"caf\ufffd{between}bar [root@now]"
-    assert row["Partitions"] == "offline"
-
-
-@pytest.mark.parametrize(
-    ("node", "config"),
-    [
-        (bytes(range(256)), b"SLURM_VERSION = 22.05.8"),
-        (b"NodeName=n1", bytes(range(256)) * 20),
-        (b"", b""),
-        (
-            b"NodeName=n1 Partitions=offline Gres=hslane:" + b"9" * 5000,
-            b"SLURM_VERSION = 22.05.8\nGresTypes=hsfill,hslane",
-        ),
-    ],
-)
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_what_cannot_be_read_is_unknown_and_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: bytes, config: bytes, options: list[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    stand_in(tmp_path, node, config)
-    done = CliRunner().invoke(cli, ["slurm", "check", *options])
-    assert done.exit_code == 3, done.output
-    assert not isinstance(done.exception, Exception)
-    assert done.output.count("Remedy:" if not options else '"remedy"') == 1
-
-
-def test_commands_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "scontrol").write_bytes(b"\x00\x01")
-    (tmp_path / "scontrol").chmod(0o755)
-    with pytest.raises(SlurmUnreachableError, match="cannot be run"):
-        gather(offline="offline")
 
 
 def drained(reason: str, *names: str, state: str = "IDLE+DRAIN", slurm_user: str = "slurm(64030)") -> Any:

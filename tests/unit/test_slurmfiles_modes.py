@@ -29,7 +29,7 @@ from hybridsched.slurmfiles.facts import expand
 from hybridsched.slurmfiles.modes import gpu_counts, parse_devices, standing_modes
 from hybridsched.slurmfiles.records import entries, leftovers
 from tests.mode_files import GOLDEN, WAYS, example_site, modes_of, policy_text, printed_lines
-from tests.unit.test_slurmfiles_checks import right
+from tests.unit.right_cluster import right
 
 WITH_NVML = (
     (GOLDEN / "site.toml").read_text().replace('device_files = "/dev/nvidia[0-1]"', "autodetect = true")
