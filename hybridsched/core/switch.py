@@ -30,6 +30,7 @@ import msgspec
 from hybridsched.core.calendar import DRAIN, LOAD
 from hybridsched.core.modes import ModesPolicy
 from hybridsched.core.switch_floor import lacking, room
+from hybridsched.core.switch_jobs import sent_away, told
 from hybridsched.core.switch_rest import HELD, REASON, adopted, doubtful, rested, settled, taken_out, unused
 from hybridsched.core.switch_steps import (
     again,
@@ -38,12 +39,10 @@ from hybridsched.core.switch_steps import (
     failed,
     later,
     moved,
-    refusals,
     rewritten,
     span,
     started,
     succeeded,
-    told,
 )
 from hybridsched.core.switch_values import (
     AGAIN_MS,
@@ -54,11 +53,9 @@ from hybridsched.core.switch_values import (
     DrainHost,
     EnterRecord,
     Finished,
-    HostJob,
     HostSeen,
     HostState,
     Instruction,
-    JobKind,
     LeaveRecords,
     MakeRoom,
     Result,
@@ -70,14 +67,7 @@ from hybridsched.core.switch_values import (
     TellJob,
     Verify,
     counts,
-    jobs_said,
 )
-
-LEAVE_MS = 60_000.0
-"""Notice of offline work between signal and requeue, as its jobs ask for it (`--signal=B:USR2@60`)."""
-
-TELL_AGAIN_MS = 30_000.0
-"""A job that was told something and is still there is told again after this."""
 
 WARM_PATIENCE = 3.0
 """Engines may take this many times their `warm_ms`."""
@@ -257,51 +247,12 @@ class _Pool:
         elif not view.jobs:
             spans = host.spans if host.back else span(host, DRAIN, self.at_ms)
             return enter(host, Step.EMPTY, self.at_ms, spans=spans, told={})
-        return self._send_away(host, view)
-
-    def _send_away(self, host: HostState, view: HostSeen) -> HostState:
-        """Make the jobs of a host that drains leave, or give it up."""
         if self.seen.cannot:  # no job leaves for a change that cannot go on
             return _replace(host, wait=self.seen.cannot)
-        waited = self.at_ms - host.since_ms
         short = {} if host.back else self._short(host.host)
-        stays = host.unsure and bool(short)  # nothing to go back to, and the floor stands on its jobs
-        if waited >= self.policy.drain_ms + self.policy.requeue_ms and view.jobs and not stays:
-            words = (*refusals(host, view.jobs), *short.values())
-            why = "; ".join([f"it did not become empty: {jobs_said(view.jobs)}", *words])
-            return failed(host, why, self.at_ms, self.policy)
-        here = {str(job.job) for job in view.jobs}
-        host = _replace(host, told={k: at for k, at in host.told.items() if k.partition(" ")[2] in here})
-        waits = []
-        for job in view.jobs:
-            needed = job.kind is JobKind.REPLICA and job.model in short
-            if needed and "leave " + str(job.job) not in host.told:
-                waits.append(short[job.model])
-            elif waited >= self.policy.drain_ms:
-                word = "cancel" if job.kind is JobKind.REPLICA else "requeue"
-                host = self._tell(host, job, word, "the host changes its mode and the time for that is over")
-            elif job.kind is JobKind.REPLICA:
-                host = self._tell(host, job, "leave", "the host changes its mode")
-                if self._told_for(host, job, "leave") >= self.stop_ms:
-                    host = self._tell(host, job, "cancel", "it did not leave in time")
-            elif job.kind is JobKind.OFFLINE:
-                host = self._tell(host, job, "leave", "the host changes its mode")
-                if self._told_for(host, job, "leave") >= LEAVE_MS:
-                    host = self._tell(host, job, "requeue", "it did not leave in time")
-        if not waits and view.jobs:
-            waits = ["; ".join([f"{jobs_said(view.jobs)} to leave", *refusals(host, view.jobs)])]
-        return _replace(host, wait=waits[0] if waits else "")
-
-    def _tell(self, host: HostState, job: HostJob, how: str, why: str) -> HostState:
-        key = f"{how} {job.job}"
-        last = host.told.get(key)
-        if last is not None and (how == "leave" or self.at_ms - last < TELL_AGAIN_MS):
-            return host
-        self.out.append(TellJob(host=host.host, job=job.job, how=how, why=why))
-        return _replace(host, told={**host.told, key: self.at_ms})
-
-    def _told_for(self, host: HostState, job: HostJob, how: str) -> float:
-        return self.at_ms - host.told.get(f"{how} {job.job}", self.at_ms)
+        host, words = sent_away(host, view.jobs, short, self.at_ms, self.policy, self.stop_ms)
+        self.out.extend(words)
+        return host
 
     def _verifying(self, host: HostState, view: HostSeen) -> HostState:
         if not host.asked and view.invalid and self.at_ms - host.since_ms >= AGAIN_MS[1]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from hybridsched.core.calendar import CUT, SLURM
@@ -14,7 +12,6 @@ from hybridsched.core.switch_values import (
     Cut,
     DrainHost,
     EnterRecord,
-    HostJob,
     HostState,
     Instruction,
     LeaveRecords,
@@ -23,7 +20,6 @@ from hybridsched.core.switch_values import (
     Step,
     SwitchState,
     Target,
-    TellJob,
     Verify,
 )
 
@@ -120,20 +116,6 @@ def succeeded(host: HostState, act: Instruction, at_ms: float, policy: ModesPoli
             return enter(host, Step.WARMING, at_ms, left=False, spans=span(host, SLURM, at_ms))
         case _:
             return host
-
-
-def told(host: HostState, act: TellJob, result: Result) -> HostState:
-    """The host after one of its jobs was told to leave, or could not be."""
-    refused = {job: why for job, why in host.refused.items() if job != str(act.job)}
-    if not result.ok and host.step is Step.DRAINING:
-        refused[str(act.job)] = result.error
-    return _replace(host, refused=refused)
-
-
-def refusals(host: HostState, jobs: Sequence[HostJob]) -> tuple[str, ...]:
-    """Why jobs that are there could not be told to leave: each sentence once, three at most."""
-    found = (host.refused.get(str(job.job), "") for job in jobs)
-    return tuple(dict.fromkeys(why for why in found if why))[:3]
 
 
 def failed(host: HostState, why: str, at_ms: float, policy: ModesPolicy) -> HostState:
