@@ -10,14 +10,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from hypothesis import settings
+from redis.asyncio import Redis
 
 from hybridsched.process import die_with_parent
+from hybridsched.store.connection import async_client
 from tests.dealing import Dealing, rank
 from tests.slurm import clean_slurm, slurm
 from tests.vllm.engines import SHAPES, RealServers, make_model, vllm_python
@@ -109,6 +111,14 @@ def valkey(valkey_url: str) -> Iterator[redis.Redis]:
     client.flushall()
     yield client
     client.close()
+
+
+@pytest.fixture
+async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
+    """An asynchronous one, on the same."""
+    made = async_client(valkey_url)
+    yield made
+    await made.aclose()
 
 
 @pytest.fixture(scope="session")

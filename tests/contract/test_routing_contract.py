@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
-import redis
 from redis.asyncio import Redis
 
 from hybridsched.core.reasons import Reason
 from hybridsched.core.routing import Asker, Others, Terms, Turn, claim
 from hybridsched.core.values import Budget, Gate, GateState, Pack, Rank, Value
-from hybridsched.store.connection import async_client
 from hybridsched.store.gates import GateStore, Outcome
 from hybridsched.store.leader import LeaderLease
 from hybridsched.store.online import OnlineQueue
@@ -33,13 +30,6 @@ class Waiting(Value, frozen=True, kw_only=True):
     deadline_ms: float
     prompt_tokens: int
     cost: int
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    found = async_client(valkey_url)
-    yield found
-    await found.aclose()
 
 
 def test_the_terms_of_both_are_the_same() -> None:

@@ -36,13 +36,6 @@ def closed(lane: str = "r0", reason: Reason = Reason.ONLINE_ACTIVE) -> Gate:
 
 
 @pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
-
-
-@pytest.fixture
 async def lease(client: Redis) -> LeaderLease:
     made = LeaderLease(client, POOL)
     assert await made.acquire()

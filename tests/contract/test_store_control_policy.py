@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,6 @@ from tests.helpers import await_until
 
 POOL = "control"
 KEYS = Keys(POOL)
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
 
 
 def named(name: str, window_ms: float = 150.0) -> PoolPolicy:

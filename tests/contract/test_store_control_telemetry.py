@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -11,7 +10,6 @@ import redis
 from redis.asyncio import Redis
 
 from hybridsched.core.values import UNKNOWN
-from hybridsched.store.connection import async_client
 from hybridsched.store.keys import Keys
 from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import (
@@ -25,13 +23,6 @@ from hybridsched.store.telemetry import (
 
 POOL = "telemetry"
 KEYS = Keys(POOL)
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
 
 
 @pytest.fixture

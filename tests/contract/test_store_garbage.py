@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hybridsched.core.reasons import Reason
 from hybridsched.core.values import Budget, Gate, GateState
 from hybridsched.store.batch_values import LONGEST_DEADLINE_MS, BatchUnknownError, NewBatch
 from hybridsched.store.batches import BatchStore
-from hybridsched.store.connection import async_client
 from hybridsched.store.gates import GateStore, Outcome
 from hybridsched.store.keys import Keys
 from hybridsched.store.leader import LeaderLease, term
@@ -26,13 +24,6 @@ POOL = "garbage"
 KEYS = Keys(POOL)
 DEEP = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 BYTES = [b"abc", b"-3", b"007", b"1e400", b"9" * 30, b"\xff\xfe", b""]
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
 
 
 async def leads(client: Redis) -> LeaderLease:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import redis
@@ -25,13 +24,6 @@ POOL = "p"
 
 def place(lane: str) -> Place:
     return Place(lane=lane, replica=lane, model="m", url="http://127.0.0.1:1", node="n1")
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
 
 
 @pytest.fixture

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
-import redis
 import structlog
 from redis.asyncio import Redis
 
 from hybridsched.core.values import Gate, GateState
-from hybridsched.store.connection import async_client
 from hybridsched.store.online import OnlineQueue
 from hybridsched.store.online_signals import Cancel, Wake
 from hybridsched.store.online_values import Claimed, End, EndStatus, QueueLimits, Request
@@ -22,13 +19,6 @@ from hybridsched.store.scripts import load
 MINUTE = 60_000.0
 FAR = b"4102444800000.0"
 """A deadline in the year 2100."""
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    found = async_client(valkey_url)
-    yield found
-    await found.aclose()
 
 
 @pytest.fixture

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
-import redis
 from redis.asyncio import Redis
 
-from hybridsched.store.connection import async_client
 from hybridsched.store.online import OnlineQueue
 from hybridsched.store.online_values import Claimed, End, EndStatus, QueueLimits, Request
 from hybridsched.store.scripts import Scripts
@@ -20,13 +17,6 @@ from tests.helpers import await_until
 
 OK = End(status=EndStatus.OK, finish_reason="stop", body=msgspec.Raw(b'{"n":7}'))
 MINUTE = 60_000.0
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    found = async_client(valkey_url)
-    yield found
-    await found.aclose()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from redis.asyncio import Redis
 
 from hybridsched.core.reasons import Reason
 from hybridsched.core.values import NO_BUDGET, Budget, Gate, GateState
-from hybridsched.store.connection import async_client
 from hybridsched.store.online import OnlineQueue, new_consumer
 from hybridsched.store.online_values import (
     DECODE_WEIGHT,
@@ -34,13 +32,6 @@ SCRIPTS = (
     *("release", "stale", "unregister"),
 )
 MINUTE = 60_000.0
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    found = async_client(valkey_url)
-    yield found
-    await found.aclose()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from hybridsched.store.online_signals import Cancel, Wake
 from hybridsched.store.scripts import Call, WireScripts
 from hybridsched.store.wire import Wire
 from tests.helpers import await_until
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    found = async_client(valkey_url)
-    yield found
-    await found.aclose()
 
 
 async def test_answers_come_to_their_callers_in_order(client: Redis) -> None:

@@ -7,14 +7,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import redis
 from redis.asyncio import Redis
 
-from hybridsched.store.connection import async_client
 from hybridsched.store.keys import Keys
 from hybridsched.store.lane_holders import LaneHolders, Place
 from hybridsched.workers.lane_own import PACE, LaneTakenError, OwnLane, is_dead, owner_here
@@ -22,13 +20,6 @@ from tests.helpers import wait_until
 from tests.integration.offline_rig import LANE, MODEL, POOL, worker_process
 
 PLACE = Place(lane=LANE, replica=LANE, model=MODEL, url="http://127.0.0.1:1")
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
 
 
 def own(client: Redis, owner: str) -> OwnLane:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from hybridsched.core.values import GateState
 from hybridsched.engines.protocol import EngineError, EngineStats
 from hybridsched.engines.vllm_http import VllmHttpEngine
 from hybridsched.store.batch_values import BatchStatus
-from hybridsched.store.connection import async_client
 from hybridsched.store.telemetry import LaneRecord, TelemetryStore
 from hybridsched.workers.online_orphans import OrphanWatch
 from tests.helpers import await_until
@@ -66,13 +65,6 @@ def write_long(path: Path) -> None:
 def engine(tmp_path: Path) -> Iterator[str]:
     with simulated_engine(tmp_path, speed=2.0) as url:
         yield url
-
-
-@pytest.fixture
-async def client(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
 
 
 async def test_a_frozen_workers_requests_end_and_each_line_still_comes_once(
