@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hybridsched.ports import KeptPorts
+from tests.integration.pages import paste, shell_lines
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "pool-by-hand.md"
 PORTS = ("6390", "8010", "8011")
 
 
@@ -28,27 +25,9 @@ def chosen() -> Iterator[dict[str, str]]:
 
 @pytest.mark.timeout(240)
 def test_the_page_can_be_pasted(tmp_path: Path, chosen: dict[str, str]) -> None:
-    script = "\n".join(re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S))
-    for port, free in chosen.items():
-        assert port in script
-        script = script.replace(port, free)
-    programs = Path(sys.executable).parent
-    script = script.replace("$PWD/.venv/bin", str(programs))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HYBRIDSCHED_")}
-    with subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        start_new_session=True,
-    ) as shell:
-        try:
-            out, err = shell.communicate(timeout=200)
-        finally:
-            if shell.poll() is None:
-                os.killpg(shell.pid, signal.SIGKILL)
+    programs = str(Path(sys.executable).parent)
+    script = shell_lines("pool-by-hand.md", chosen | {"$PWD/.venv/bin": programs})
+    _, out, err = paste(script, tmp_path)
     logs = "\n".join(path.read_text() for path in tmp_path.glob("try/*.log"))
     assert "Policy idle-window is version 1 of pool try." in out, err + logs
     assert re.search(r"^r0 +llama +closed +no_work", out, re.M), out + logs
