@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -11,7 +14,7 @@ import msgspec
 from hybridsched.core.modes import ModesPolicy
 from hybridsched.core.switch_values import Step
 from tests.helpers import await_until
-from tests.integration.modes_rig import HAND, ModesPool, ModesTestbed, two_modes
+from tests.integration.modes_rig import HAND, ModesPool, ModesTestbed, modes_pool, two_modes
 
 POINTS = [
     ("slurmd-stop", Step.EMPTY),
@@ -110,3 +113,23 @@ async def other_mode(pool: ModesPool, n: int) -> str:
     mode = ("night", "day")[n % 2]
     await pool.store.order(mode, (), by="the test")
     return mode
+
+
+@asynccontextmanager
+async def held_pool(slurm: ModesTestbed, url: str, folder: Path) -> AsyncIterator[tuple[ModesPool, Faults]]:
+    """A pool by day, without engines, and what holds its policy worker up."""
+    faults = Faults(folder)
+    async with modes_pool(slurm, url, folder, without_engines(), start=False) as pool:
+        faults.take(pool)
+        pool.start()
+        await pool.at_rest("day", 1)
+        yield pool, faults
+
+
+async def draining(pool: ModesPool) -> tuple[int, str]:
+    """From the day to where the host drains, for a job is still there: the job, and the mode ordered."""
+    job = pool.slurm.sbatch("-p", "online", "-w", "n1", script="#!/bin/bash\nexec sleep 600\n")
+    await asyncio.to_thread(pool.slurm.wait_job, job, "RUNNING")
+    mode = await other_mode(pool, 0)
+    await pool.until(lambda hosts: hosts["n1"].step is Step.DRAINING, "a host that drains")
+    return job, mode

@@ -117,7 +117,11 @@ class Host:
         self.store = ModeStore(self.client, POOL)
         self.events = EventLog(self.client, POOL)
         self.now_ms = 1_000_000.0
-        self.task = ModeTask(
+        self.task = self.begun()
+
+    def begun(self) -> ModeTask:
+        """That of a policy worker that has just begun."""
+        return ModeTask(
             self.cluster,
             self.hands,
             self.client,

@@ -15,8 +15,8 @@ import pytest
 import redis
 
 from tests.helpers import await_until
-from tests.integration.modes_faults import Faults, nothing_invalid, without_engines
-from tests.integration.modes_rig import ModesPool, ModesTestbed, day_slurm, modes_pool, modes_slurm
+from tests.integration.modes_faults import held_pool, nothing_invalid
+from tests.integration.modes_rig import ModesPool, ModesTestbed, day_slurm, modes_slurm
 
 __all__ = ["day_slurm", "modes_slurm"]
 
@@ -51,11 +51,7 @@ async def standing(pool: ModesPool) -> tuple[object, ...]:
 async def test_a_leader_that_was_frozen_at_a_step_does_nothing_when_it_goes_on(
     day_slurm: ModesTestbed, valkey: redis.Redis, valkey_url: str, tmp_path: Path
 ) -> None:
-    faults = Faults(tmp_path)
-    async with modes_pool(day_slurm, valkey_url, tmp_path, without_engines(), start=False) as pool:
-        faults.take(pool)
-        pool.start()
-        await pool.at_rest("day", 1)
+    async with held_pool(day_slurm, valkey_url, tmp_path) as (pool, faults):
         pool.start()  # a standby
         for n, (word, call, ends) in enumerate(POINTS, start=1):
             faults.hold(word, call)

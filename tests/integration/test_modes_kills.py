@@ -12,7 +12,7 @@ import redis
 from hybridsched.core.modes import ModesPolicy
 from hybridsched.core.switch_values import Step
 from tests.helpers import await_until
-from tests.integration.modes_faults import POINTS, Faults, alive, nothing_invalid, other_mode, without_engines
+from tests.integration.modes_faults import POINTS, alive, draining, held_pool, nothing_invalid, other_mode
 from tests.integration.modes_rig import ModesPool, ModesTestbed, day_slurm, modes_pool, modes_slurm, two_modes
 
 __all__ = ["day_slurm", "modes_slurm"]
@@ -22,18 +22,10 @@ __all__ = ["day_slurm", "modes_slurm"]
 async def test_a_policy_worker_killed_at_every_step_is_followed_by_one_that_completes(
     day_slurm: ModesTestbed, valkey: redis.Redis, valkey_url: str, tmp_path: Path
 ) -> None:
-    faults = Faults(tmp_path)
-    async with modes_pool(day_slurm, valkey_url, tmp_path, without_engines(), start=False) as pool:
-        faults.take(pool)
-        pool.start()
-        await pool.at_rest("day", 1)
+    async with held_pool(day_slurm, valkey_url, tmp_path) as (pool, faults):
         pool.start()  # a standby
 
-        # While the host drains: a job is still there.
-        job = day_slurm.sbatch("-p", "online", "-w", "n1", script="#!/bin/bash\nexec sleep 600\n")
-        await asyncio.to_thread(day_slurm.wait_job, job, "RUNNING")
-        mode = await other_mode(pool, 0)
-        await pool.until(lambda hosts: hosts["n1"].step is Step.DRAINING, "a host that drains")
+        job, mode = await draining(pool)
         await pool.kill_leader()
         day_slurm.run("scancel", str(job))
         await pool.at_rest(mode, 1)
@@ -57,15 +49,8 @@ async def test_a_policy_worker_killed_at_every_step_is_followed_by_one_that_comp
 async def test_slurmctld_restarted_at_every_step_changes_nothing(
     day_slurm: ModesTestbed, valkey: redis.Redis, valkey_url: str, tmp_path: Path
 ) -> None:
-    faults = Faults(tmp_path)
-    async with modes_pool(day_slurm, valkey_url, tmp_path, without_engines(), start=False) as pool:
-        faults.take(pool)
-        pool.start()
-        await pool.at_rest("day", 1)
-        job = day_slurm.sbatch("-p", "online", "-w", "n1", script="#!/bin/bash\nexec sleep 600\n")
-        await asyncio.to_thread(day_slurm.wait_job, job, "RUNNING")
-        mode = await other_mode(pool, 0)
-        await pool.until(lambda hosts: hosts["n1"].step is Step.DRAINING, "a host that drains")
+    async with held_pool(day_slurm, valkey_url, tmp_path) as (pool, faults):
+        job, mode = await draining(pool)
         await asyncio.to_thread(day_slurm.hand, "-", "slurmctld-restart")
         day_slurm.run("scancel", str(job))
         await pool.at_rest(mode, 1)

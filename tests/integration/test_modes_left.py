@@ -22,15 +22,7 @@ __all__ = ["gpus", "host"]
 async def successor(host: Host) -> None:
     """Another policy worker takes the place of the first, which was killed."""
     await host.task.close()
-    host.task = ModeTask(
-        host.cluster,
-        host.hands,
-        host.client,
-        host.events,
-        pool=POOL,
-        user="root",
-        clock_ms=lambda: host.now_ms,
-    )
+    host.task = host.begun()
 
 
 async def until(host: Host, step: Step) -> None:
