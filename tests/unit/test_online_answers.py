@@ -11,8 +11,9 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from hybridsched.store.keys import Keys
 from hybridsched.store.online_answers import Answers
-from hybridsched.store.online_values import Claimed, End, EndStatus, QueueLimits
+from hybridsched.store.online_values import End, EndStatus, QueueLimits
 from hybridsched.store.scripts import Call, WireScripts
+from tests.unit.online_claims import claimed
 
 
 class Server:
@@ -34,27 +35,6 @@ class Server:
                 return self.bad[one]
         self.ended += ids
         return [1] * len(ids)
-
-
-def claimed(request_id: str) -> Claimed:
-    return Claimed(
-        id=request_id,
-        model="m",
-        priority=1,
-        entry="1-0",
-        consumer="r0:x",
-        attempt=1,
-        path="/v1/completions",
-        body=b"{}",
-        stream=True,
-        reply="reply",
-        deadline_ms=0.0,
-        accepted_ms=0.0,
-        cost=1,
-        prompt_tokens=1,
-        age_ms=0.0,
-        left_ms=1000.0,
-    )
 
 
 async def finish(server: Server, names: Sequence[str]) -> dict[str, Any]:

@@ -13,27 +13,7 @@ from hybridsched.store.online import OnlineQueue
 from hybridsched.store.online_values import Claimed, End, EndStatus
 from hybridsched.workers.online_outbox import Outbox, UndeliveredError
 from tests.helpers import await_until
-
-
-def claimed() -> Claimed:
-    return Claimed(
-        id="q",
-        model="m",
-        priority=1,
-        entry="1-0",
-        consumer="r0:x",
-        attempt=1,
-        path="/v1/completions",
-        body=b"{}",
-        stream=True,
-        reply="reply",
-        deadline_ms=0.0,
-        accepted_ms=0.0,
-        cost=1,
-        prompt_tokens=1,
-        age_ms=0.0,
-        left_ms=1000.0,
-    )
+from tests.unit.online_claims import claimed
 
 
 class FakeQueue:
