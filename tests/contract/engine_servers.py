@@ -15,7 +15,7 @@ MODEL = "m"
 class SimulatedServer:
     """One server process on a free port."""
 
-    def __init__(self, *flags: str, speed: float = 10.0) -> None:
+    def __init__(self, *flags: str, speed: float = 10.0, model: str = MODEL) -> None:
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -24,7 +24,7 @@ class SimulatedServer:
                 "--port",
                 "0",
                 "--served-model-name",
-                MODEL,
+                model,
                 "--speed",
                 str(speed),
                 *flags,

@@ -5,55 +5,32 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
 from hybridsched.batches.verify import check_files
-from hybridsched.ports import KeptPorts
 from tests.contract.batch_command import HS, hs
+from tests.contract.engine_servers import SimulatedServer
 from tests.helpers import wait_until
 
 DATA = Path(__file__).parent.parent / "data"
 
 
 @contextmanager
-def engine(*options: str) -> Iterator[str]:
-    ports = KeptPorts([0])
-    (port,) = ports.numbers
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "hybridsched.engines.simulated", "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--served-model-name", "tiny", *options],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-    def healthy() -> bool:
-        assert process.poll() is None
-        try:
-            with urlopen(f"{url}/health", timeout=1) as answer:
-                return bool(answer.status == 200)
-        except (URLError, OSError):
-            return False
-
+def engine(*flags: str, speed: float) -> Iterator[str]:
+    server = SimulatedServer(*flags, speed=speed, model="tiny")
     try:
-        wait_until(healthy, what="the simulated engine")
-        yield url
+        yield server.url
     finally:
-        process.kill()
-        process.wait(10)
-        ports.close()
+        server.stop()
 
 
 def test_the_messy_file_ends_line_by_line(tmp_path: Path) -> None:
     source = tmp_path / "messy.jsonl"
     source.write_bytes((DATA / "messy_batch.jsonl").read_bytes())
     verdicts = [json.loads(text) for text in (DATA / "messy_batch.verdicts.jsonl").read_text().splitlines()]
-    with engine("--speed", "20", "--max-model-len", "2048") as url:
+    with engine("--max-model-len", "2048", speed=20.0) as url:
         done = hs("run", source, "--engine", url, "--json")
         assert done.code == 0, done.err
         again = hs("run", source, "--engine", url)
@@ -86,7 +63,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
             line = {"custom_id": f"id-{i}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(line) + "\n")
     output = tmp_path / "in.output.jsonl"
-    with engine("--speed", "4", "--max-num-seqs", "4") as url:
+    with engine("--max-num-seqs", "4", speed=4.0) as url:
         command = [*HS, "batch", "run", str(source), "--engine", url]
         killed = 0
         for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):

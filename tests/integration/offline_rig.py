@@ -62,7 +62,9 @@ def simulated_engine(
     )
     assert process.stdout is not None
     try:
-        yield json.loads(process.stdout.readline())["url"]
+        started = json.loads(process.stdout.readline())
+        assert started["ready"]
+        yield started["url"]
     finally:
         process.kill()
         process.wait(10)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,30 +19,18 @@ from hybridsched.store.keys import Keys
 from hybridsched.store.telemetry import LaneRecord, decode_lane
 from hybridsched.workers.offline import OfflineWorker
 from tests.helpers import await_until
-from tests.integration.offline_rig import LANE, MODEL, POOL, answers, door, publish_policy, submit
+from tests.integration.offline_rig import (
+    LANE,
+    MODEL,
+    POOL,
+    answers,
+    door,
+    publish_policy,
+    simulated_engine,
+    submit,
+)
 
 LINES = 60
-
-
-@contextmanager
-def engine_of(model: str, port: int) -> Iterator[None]:
-    """A simulated engine of `model` at a port of the test's choice."""
-    process = subprocess.Popen(
-        [
-            *[sys.executable, "-m", "hybridsched.engines.simulated", "--port", str(port)],
-            *["--served-model-name", model, "--speed", "20", "--kv-tokens", "100000"],
-        ],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    try:
-        assert json.loads(process.stdout.readline())["ready"]
-        yield
-    finally:
-        process.kill()
-        process.wait(10)
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -90,9 +75,9 @@ async def test_an_engine_that_comes_back_with_another_model_consumes_nothing(
     async with door(valkey_url) as gate:
         await gate.set(GateState.OPEN)
         running = asyncio.create_task(worker.run(stop))
-        with engine_of(MODEL, port):
+        with simulated_engine(tmp_path, port=port):
             await await_until(lambda: asyncio.to_thread(lambda: answered() > 5), timeout_s=40)
-        with engine_of("another", port):
+        with simulated_engine(tmp_path, port=port, model="another"):
             await await_until(
                 lambda: asyncio.to_thread(
                     lambda: lane_record(valkey).problem.startswith("engine_wrong_model: ")
@@ -108,7 +93,7 @@ async def test_an_engine_that_comes_back_with_another_model_consumes_nothing(
             )
             assert "Its offline worker waits: engine_wrong_model: " in said.output
             assert not store.get(batch_id).status.ended
-        with engine_of(MODEL, port):
+        with simulated_engine(tmp_path, port=port):
             await await_until(
                 lambda: asyncio.to_thread(lambda: store.get(batch_id).status.ended),
                 timeout_s=60,
