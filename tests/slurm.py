@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybridsched.ports import first_job_id, keep_testbed_ports
-from tests.helpers import wait_until
+from tests.helpers import alive, wait_until
 
 TESTBED = Path(__file__).resolve().parent.parent / "slurm" / "testbed"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch")
@@ -140,7 +140,7 @@ class Testbed:
         """Kill a daemon and wait until it is gone; `up()` starts it again."""
         pid = self.pid(daemon)
         os.kill(pid, signal)
-        wait_until(lambda: not _alive(pid), timeout_s=15, what=f"the end of {daemon}")
+        wait_until(lambda: not alive(pid), timeout_s=15, what=f"the end of {daemon}")
 
     def restart_controller(self, signal: int = 15) -> None:
         """Stop slurmctld and start it again with its saved state."""
@@ -188,14 +188,6 @@ class Testbed:
         )
 
 
-def _alive(pid: int) -> bool:
-    """Whether a process runs. One that ended and whose parent has not asked for its status does not."""
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def _fields(line: str) -> dict[str, str]:
     """`Key=value Key=value`, where values may hold blanks."""
     found = re.finditer(r"(?:^|\s)([A-Za-z][\w:/]*)=(.*?)(?=\s[A-Za-z][\w:/]*=|$)", line.strip())
@@ -226,7 +218,7 @@ def sweep() -> None:
     """Take down the testbeds of test runs that are dead: their folders carry the pid of the run."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not _alive(int(owner)) and folder.owner() == Path("/proc/self").owner():
+        if owner.isdigit() and not alive(int(owner)) and folder.owner() == Path("/proc/self").owner():
             subprocess.run(
                 [str(TESTBED / "down"), "--state", str(folder), "--wipe"],
                 capture_output=True,

@@ -13,7 +13,7 @@ import msgspec
 
 from hybridsched.core.modes import ModesPolicy
 from hybridsched.core.switch_values import Step
-from tests.helpers import await_until
+from tests.helpers import alive, await_until
 from tests.integration.modes_rig import HAND, ModesPool, ModesTestbed, modes_pool, two_modes
 
 POINTS = [
@@ -92,14 +92,6 @@ def without_engines() -> ModesPolicy:
         act_ms=60_000.0,
         mode=tuple(msgspec.structs.replace(mode, engines=()) for mode in modes.mode),
     )
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs."""
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def nothing_invalid(slurm: ModesTestbed) -> None:

@@ -114,6 +114,12 @@ def answers(output: Path, errors: Path) -> dict[str, Any]:
     return found
 
 
+def results(source: Path) -> dict[str, Any]:
+    """What the user got for a batch, by the name of its input."""
+    stem = source.name.removesuffix(".jsonl")
+    return answers(source.with_name(f"{stem}.output.jsonl"), source.with_name(f"{stem}.errors.jsonl"))
+
+
 class Door:
     """The gate of the lane, published as the policy worker would."""
 

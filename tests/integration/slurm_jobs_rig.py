@@ -19,7 +19,7 @@ from hybridsched.store.tasks import end_tasks
 from hybridsched.store.telemetry import ReplicaRecord, TelemetryStore
 from tests.conftest import missing
 from tests.helpers import wait_until
-from tests.integration.offline_rig import LANE, MODEL, POOL, Door, answers, door
+from tests.integration.offline_rig import LANE, MODEL, POOL, Door, door
 from tests.slurm import Testbed
 
 WORKERS = Path(__file__).resolve().parents[2] / "workers"
@@ -102,12 +102,6 @@ async def site(slurm: Testbed, redis_url: str, engine_url: str) -> AsyncIterator
             await end_tasks(publishing)
             await client.aclose()
             await asyncio.to_thread(slurm.clear)
-
-
-def results(source: Path) -> dict[str, Any]:
-    """What the user got for a batch. No id may come twice."""
-    stem = source.name.removesuffix(".jsonl")
-    return answers(source.with_name(f"{stem}.output.jsonl"), source.with_name(f"{stem}.errors.jsonl"))
 
 
 def bin_for_others(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from hybridsched.demo.passes import EngineRestarts
 from hybridsched.demo.supervisor import ChildError, ChildSpec, Supervisor
 from hybridsched.store.connection import async_client
 from hybridsched.store.telemetry import EngineRecord, ReplicaRecord, TelemetryStore
-from tests.helpers import await_until, wait_until
+from tests.helpers import alive, await_until, wait_until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER
@@ -131,7 +131,7 @@ def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
         wait_until(lambda: text(tmp_path, "parent").strip(), what="the grandchild")
         grandchild = int(text(tmp_path, "parent"))
         children.stop()
-    wait_until(lambda: not _alive(grandchild), what="the grandchild's end")
+    wait_until(lambda: not alive(grandchild), what="the grandchild's end")
 
 
 def test_no_child_outlives_a_killed_supervisor(tmp_path: Path) -> None:
@@ -149,18 +149,10 @@ def test_no_child_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        assert _alive(pid)
+        assert alive(pid)
     finally:
         process.kill()
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
-    wait_until(lambda: not _alive(pid), what="the child's end")
-
-
-def _alive(pid: int) -> bool:
-    """Whether the process runs; one that nobody has reaped yet does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_until(lambda: not alive(pid), what="the child's end")

@@ -11,8 +11,8 @@ import redis
 
 from hybridsched.core.modes import ModesPolicy
 from hybridsched.core.switch_values import Step
-from tests.helpers import await_until
-from tests.integration.modes_faults import POINTS, alive, draining, held_pool, nothing_invalid, other_mode
+from tests.helpers import alive, await_until
+from tests.integration.modes_faults import POINTS, draining, held_pool, nothing_invalid, other_mode
 from tests.integration.modes_rig import ModesPool, ModesTestbed, day_slurm, modes_pool, modes_slurm, two_modes
 
 __all__ = ["day_slurm", "modes_slurm"]

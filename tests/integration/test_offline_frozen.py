@@ -27,12 +27,12 @@ from tests.integration.offline_rig import (
     POOL,
     door,
     publish_policy,
+    results,
     simulated_engine,
     submit,
     undisturbed,
     worker_process,
 )
-from tests.integration.test_offline_worker import results
 
 
 class Counted(VllmHttpEngine):

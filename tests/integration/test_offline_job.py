@@ -25,8 +25,7 @@ from hybridsched.workers.offline_job import JobOptions, OfflineJob, Outcome, run
 from hybridsched.workers.offline_submit import submit_file
 from hybridsched.workers.slurm_env import JobPlace
 from tests.helpers import await_until
-from tests.integration.offline_rig import BUDGET, MODEL, POOL, undisturbed, write_batch
-from tests.integration.test_offline_worker import results
+from tests.integration.offline_rig import BUDGET, MODEL, POOL, results, undisturbed, write_batch
 
 KEYS = Keys(POOL)
 SOON = JobOptions(give_back_s=0.5, leave_after_s=20.0)

@@ -32,12 +32,12 @@ from tests.integration.offline_rig import (
     answers,
     door,
     publish_policy,
+    results,
     simulated_engine,
     worker_process,
     write_batch,
 )
 from tests.integration.test_offline_job import holder, job, lanes_of
-from tests.integration.test_offline_worker import results
 
 OTHER = "small/other"
 LANES = {MODEL: "r0", OTHER: "r1"}

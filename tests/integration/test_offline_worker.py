@@ -23,9 +23,9 @@ from tests.integration.offline_rig import (
     LANE,
     MODEL,
     POOL,
-    answers,
     door,
     publish_policy,
+    results,
     simulated_engine,
     submit,
     undisturbed,
@@ -47,11 +47,6 @@ def slow_engine(tmp_path: Path) -> Iterator[str]:
 def events(client: redis.Redis) -> list[dict[str, Any]]:
     entries: Any = client.xrange(Keys(POOL).events)
     return [json.loads(fields[b"e"]) for _, fields in entries]
-
-
-def results(source: Path) -> dict[str, Any]:
-    stem = source.name.removesuffix(".jsonl")
-    return answers(source.with_name(f"{stem}.output.jsonl"), source.with_name(f"{stem}.errors.jsonl"))
 
 
 async def test_a_batch_completes_with_the_gate_closing_at_random(

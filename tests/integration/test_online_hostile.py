@@ -16,7 +16,6 @@ from hybridsched.engines.checks import bad_answer
 from hybridsched.engines.fake import FakeEngine
 from hybridsched.engines.protocol import EngineStats
 from hybridsched.engines.simulated.calls import Call
-from hybridsched.store.connection import async_client
 from hybridsched.store.keys import Keys
 from hybridsched.store.online_values import EndStatus
 from hybridsched.store.replica_names import NameTakenError
@@ -34,13 +33,6 @@ async def service(valkey: redis.Redis, valkey_url: str) -> AsyncIterator[Service
     made = Service(valkey_url)
     yield made
     await made.close()
-
-
-@pytest.fixture
-async def client(valkey_url: str) -> AsyncIterator[Redis]:
-    made = async_client(valkey_url)
-    yield made
-    await made.aclose()
 
 
 async def record(client: Redis, replica: str = "r0") -> ReplicaRecord:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hybridsched.demo.slurm_testbed import Testbed
-from tests.helpers import wait_until
+from tests.helpers import alive, wait_until
 from tests.integration.test_demo_run import LINES, TRACE, demo, rows, write_batch
 from tests.slurm import require_slurm
 
@@ -90,14 +90,6 @@ def test_the_demo_runs_through_slurm(tmp_path: Path, state: Path) -> None:
     assert "Slurm jobs" in (report / "report.html").read_text(encoding="utf-8")
 
 
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that nobody has asked for its status does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def trace_of(folder: Path) -> Path:
     path = folder / "trace.csv"
     path.write_text(TRACE)
@@ -154,7 +146,7 @@ def test_what_a_killed_demo_and_its_guard_left_is_taken_down_by_the_next(state: 
     with Testbed(gpus=1, state=state, logs=tmp_path / "again"):
         running = {int(path.read_text()) for path in (state / "run").glob("*.pid")}
         assert running.isdisjoint(left)
-        assert not any(runs(pid) for pid in left)
+        assert not any(alive(pid) for pid in left)
     assert (tmp_path / "again" / "slurmctld.log").exists()
 
 

@@ -21,10 +21,10 @@ from hybridsched.store.batches import BatchStore
 from hybridsched.store.events import EventLog
 from hybridsched.store.holds import HoldStore
 from tests.helpers import await_until
-from tests.integration.offline_rig import LANE
+from tests.integration.offline_rig import LANE, results
 from tests.integration.offline_rig import POOL as SITE_POOL
 from tests.integration.online_rig import MODEL, POOL
-from tests.integration.slurm_jobs_rig import BATCH_LINES, KEYS, BatchCase, Site, results, until
+from tests.integration.slurm_jobs_rig import BATCH_LINES, KEYS, BatchCase, Site, until
 from tests.integration.test_slurm_replicas import BIN, ROOT, SLURM, WANTED, Pool, pool
 from tests.slurm import Testbed
 

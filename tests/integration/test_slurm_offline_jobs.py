@@ -18,6 +18,7 @@ from hybridsched.store.batches import BatchStore
 from tests.integration.offline_rig import (
     LANE,
     POOL,
+    results,
     undisturbed,
     write_batch,
 )
@@ -28,7 +29,6 @@ from tests.integration.slurm_jobs_rig import (
     Site,
     bin_for_others,
     is_root,
-    results,
     site,
     until,
 )

@@ -15,8 +15,8 @@ import redis
 from hybridsched.core.values import GateState
 from hybridsched.store.batch_values import BatchStatus
 from hybridsched.store.batches import BatchStore
-from tests.integration.offline_rig import LANE, POOL, simulated_engine, undisturbed, write_batch
-from tests.integration.slurm_jobs_rig import BIN, KEYS, WORKERS, Site, results, site, until
+from tests.integration.offline_rig import LANE, POOL, results, simulated_engine, undisturbed, write_batch
+from tests.integration.slurm_jobs_rig import BIN, KEYS, WORKERS, Site, site, until
 from tests.integration.test_lane_programs import LOOP, PROGRAM, batches
 from tests.slurm import Testbed
 

@@ -12,7 +12,7 @@ import pytest
 from hybridsched.cluster.commands import CommandCluster, sbatch_arguments, sbatch_environment
 from hybridsched.cluster.run import base_environment, run
 from hybridsched.cluster.values import ClusterError, Gres, JobSpec, total
-from tests.helpers import await_until
+from tests.helpers import alive, await_until
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "slurm"
 
@@ -52,12 +52,7 @@ async def test_a_silent_command_is_ended_with_all_it_started(tmp_path: Path) -> 
         await run([str(tmp_path / "hang")], timeout_s=0.5, environment=dict(os.environ))
     assert (error.value.code, error.value.retryable) == ("timeout", True)
     child = int((tmp_path / "child").read_text())
-
-    def gone() -> bool:
-        stat = Path(f"/proc/{child}/stat")
-        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
-
-    await await_until(gone, what="the end of the child")
+    await await_until(lambda: not alive(child), what="the end of the child")
 
 
 async def test_a_cancelled_call_ends_its_command(tmp_path: Path) -> None:
