@@ -111,7 +111,11 @@ async def warm(pool: ModesPool, job: str) -> None:
         return set(await pool.serving()) == {job}
 
     # A replica of the day may have started before the order came; its record outlives it for a while.
-    await await_until(alone, timeout_s=30, what="one replica that serves")
+    try:
+        await await_until(alone, timeout_s=30, what="one replica that serves")
+    except AssertionError as error:
+        jobs = pool.slurm.run("squeue", "-h", "-o", "%i %T %r")
+        raise AssertionError(f"{error}: not {job} but {await pool.serving()}; {jobs}") from None
     assert pool.slurm.run("squeue", "-h", "-o", "%i").split() == [job]
     nothing_invalid(pool.slurm)
 
