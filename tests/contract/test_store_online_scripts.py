@@ -189,6 +189,7 @@ async def test_a_full_or_dead_replica_holds_nobody_back(client: Redis) -> None:
     await queue.register_replica("m", "full", load=0, inflight=8, cap=8)
     gone = OnlineQueue(client, "p", QueueLimits(record_ttl_ms=0))
     await gone.register_replica("m", "gone", load=0, inflight=0, cap=8)
+    await asyncio.sleep(0.002)  # the life of a record is kept in whole milliseconds
     await queue.accept(request(queue, "a"))
     assert len(await claim(queue, "r0", load=5000.0, inflight=1)) == 1
     assert not await client.hexists(queue.keys.replicas("m"), "gone")

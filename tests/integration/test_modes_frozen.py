@@ -42,7 +42,8 @@ async def standing(pool: ModesPool) -> tuple[object, ...]:
     layout = (slurm.state / "mig" / "n1").read_text()
     states = {name: re.match(r"[a-z]+", state) for name, state in slurm.states().items()}
     named = {name: found[0] for name, found in states.items() if found is not None}
-    seen = {"booted_ms": None, "started_ms": None}  # what each look notes of a host at rest
+    # What each look notes of a host at rest; Slurm may say for a moment that it does not use a host yet.
+    seen = {"booted_ms": None, "started_ms": None, "wait": ""}
     hosts = {name: msgspec.structs.replace(h, **seen) for name, h in (await pool.state()).hosts.items()}
     return layout, slurm.pid("slurmd-n1"), named, hosts
 
