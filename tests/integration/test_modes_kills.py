@@ -112,7 +112,7 @@ async def warm(pool: ModesPool, job: str) -> None:
 
     # A replica of the day may have started before the order came; its record outlives it for a while.
     try:
-        await await_until(alone, timeout_s=30, what="one replica that serves")
+        await await_until(alone, timeout_s=60, what="one replica that serves")
     except AssertionError as error:
         jobs = pool.slurm.run("squeue", "-h", "-o", "%i %T %r")
         raise AssertionError(f"{error}: not {job} but {await pool.serving()}; {jobs}") from None
@@ -120,7 +120,7 @@ async def warm(pool: ModesPool, job: str) -> None:
     nothing_invalid(pool.slurm)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 async def test_a_policy_worker_killed_while_a_host_warms_up_is_followed_by_one_that_waits_for_it(
     day_slurm: ModesTestbed, valkey: redis.Redis, valkey_url: str, tmp_path: Path
 ) -> None:
@@ -138,7 +138,7 @@ async def test_a_policy_worker_killed_while_a_host_warms_up_is_followed_by_one_t
         await warm(pool, job)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 async def test_slurmctld_restarted_while_a_host_warms_up_changes_nothing(
     day_slurm: ModesTestbed, valkey: redis.Redis, valkey_url: str, tmp_path: Path
 ) -> None:
